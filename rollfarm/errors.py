@@ -1,0 +1,241 @@
+"""Every error that crosses a socket, in one catalogue, both ways.
+
+A server raises a FarmError; the interceptor sends it as google.rpc.Status with one ErrorInfo; `from_rpc` raises the
+same class again at the caller. Anything else that a server raises is a bug.
+"""
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import grpc
+from google.protobuf import any_pb2
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from rollfarm.v1 import trajectory_pb2
+
+DOMAIN = "rollfarm"
+
+
+class FarmError(Exception):
+    """A mistake or a condition that the caller can do something about.
+
+    The message is problem + remedy; every changing fact in it is also in `facts`.
+    """
+
+    code: ClassVar[int] = code_pb2.INTERNAL
+    reason: ClassVar[str] = "INTERNAL"
+    remedy: ClassVar[str] = ""
+
+    def __init__(self, problem: str, **facts: object) -> None:
+        self.problem = problem
+        self.facts = {name: str(value) for name, value in facts.items()}
+        super().__init__(f"{problem} {self.remedy}".strip())
+
+
+class InvalidArgument(FarmError):
+    code = code_pb2.INVALID_ARGUMENT
+    reason = "INVALID_ARGUMENT"
+    remedy = "Correct the request."
+
+
+class InvalidTrajectory(FarmError):
+    code = code_pb2.INVALID_ARGUMENT
+    reason = "INVALID_TRAJECTORY"
+    remedy = "Fail the episode with its cause instead of completing it."
+
+
+class UnknownRun(FarmError):
+    code = code_pb2.NOT_FOUND
+    reason = "UNKNOWN_RUN"
+    remedy = "Start the trainer, which configures the run, or correct run.name."
+
+
+class RunMismatch(FarmError):
+    code = code_pb2.FAILED_PRECONDITION
+    reason = "RUN_MISMATCH"
+    remedy = "Restore the settings that the run was started with, or choose another run.name."
+
+
+class LeaseExpired(FarmError):
+    code = code_pb2.FAILED_PRECONDITION
+    reason = "LEASE_EXPIRED"
+    remedy = "Drop the result; the episode was leased again."
+
+
+class StepOutOfOrder(FarmError):
+    code = code_pb2.FAILED_PRECONDITION
+    reason = "STEP_OUT_OF_ORDER"
+    remedy = "Ask for the next step, or for one that was delivered and not committed."
+
+
+class UnknownBatch(FarmError):
+    code = code_pb2.FAILED_PRECONDITION
+    reason = "UNKNOWN_BATCH"
+    remedy = "Commit only what LeaseBatch delivered."
+
+
+class VersionOutOfOrder(FarmError):
+    code = code_pb2.FAILED_PRECONDITION
+    reason = "VERSION_OUT_OF_ORDER"
+    remedy = "Publish the newest version + 1."
+
+
+class UnknownValidation(FarmError):
+    code = code_pb2.NOT_FOUND
+    reason = "UNKNOWN_VALIDATION"
+    remedy = "Start it with StartValidation."
+
+
+class UnknownTrajectory(FarmError):
+    code = code_pb2.NOT_FOUND
+    reason = "UNKNOWN_TRAJECTORY"
+    remedy = "List the retained ones with `rollfarm inspect`."
+
+
+class JournalUnavailable(FarmError):
+    code = code_pb2.UNAVAILABLE
+    reason = "JOURNAL_UNAVAILABLE"
+    remedy = "Bring Redis back; sample_buffer resumes by itself and nothing acknowledged is lost."
+
+
+class JournalFenced(FarmError):
+    code = code_pb2.FAILED_PRECONDITION
+    reason = "JOURNAL_FENCED"
+    remedy = "Stop the other sample_buffer, or give this one a journal of its own."
+
+
+class UnknownEngine(FarmError):
+    code = code_pb2.NOT_FOUND
+    reason = "UNKNOWN_ENGINE"
+    remedy = "List the attached ones with `rollfarm status`."
+
+
+class EngineFailed(FarmError):
+    code = code_pb2.UNAVAILABLE
+    reason = "ENGINE_FAILED"
+    remedy = "Look at the engine's log; llm_proxy continues its requests elsewhere."
+
+
+class VersionUnavailable(FarmError):
+    code = code_pb2.FAILED_PRECONDITION
+    reason = "VERSION_UNAVAILABLE"
+    remedy = "Ask again with the served version, or without exact_version."
+
+
+class WeightsFailed(FarmError):
+    code = code_pb2.UNAVAILABLE
+    reason = "WEIGHTS_FAILED"
+    remedy = "The old weights keep serving; publish again."
+
+
+class WeightsMismatch(FarmError):
+    code = code_pb2.FAILED_PRECONDITION
+    reason = "WEIGHTS_MISMATCH"
+    remedy = "Give trainer and engine the same model; the old weights keep serving."
+
+
+class WeightsNotStaged(FarmError):
+    code = code_pb2.FAILED_PRECONDITION
+    reason = "WEIGHTS_NOT_STAGED"
+    remedy = "Begin the update again."
+
+
+class UnknownEnvironment(FarmError):
+    code = code_pb2.NOT_FOUND
+    reason = "UNKNOWN_ENVIRONMENT"
+    remedy = "Correct the domain's environment, or attach a server that plays it."
+
+
+class UnknownSession(FarmError):
+    code = code_pb2.NOT_FOUND
+    reason = "UNKNOWN_SESSION"
+    remedy = "Reset first; a restarted environment server forgets its episodes."
+
+
+class EnvironmentFailed(FarmError):
+    code = code_pb2.INTERNAL
+    reason = "ENVIRONMENT_FAILED"
+    remedy = "Mend the environment; the episode is leased again."
+
+
+class UnknownDomain(FarmError):
+    code = code_pb2.NOT_FOUND
+    reason = "UNKNOWN_DOMAIN"
+    remedy = "Add [reward_gateway.domains.NAME] with its rewards."
+
+
+class RewardFailed(FarmError):
+    code = code_pb2.INTERNAL
+    reason = "REWARD_FAILED"
+    remedy = "Mend the reward function; the episode is played again and is never scored 0."
+
+
+class Unavailable(FarmError):
+    """The service cannot be reached. Raised at the caller alone."""
+
+    code = code_pb2.UNAVAILABLE
+    reason = "UNAVAILABLE"
+    remedy = "Check that the service runs and that the address is right."
+
+
+class DeadlineExceeded(FarmError):
+    """The service did not answer in time. Raised at the caller alone."""
+
+    code = code_pb2.DEADLINE_EXCEEDED
+    reason = "DEADLINE_EXCEEDED"
+    remedy = "Raise the timeout, or find out what the service waits for."
+
+
+CATALOGUE: dict[str, type[FarmError]] = {error.reason: error for error in FarmError.__subclasses__()}
+
+
+def to_status(error: FarmError) -> grpc.Status:
+    """The error as a server sends it."""
+    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.facts)
+    detail = any_pb2.Any()
+    detail.Pack(info)
+    return rpc_status.to_status(status_pb2.Status(code=error.code, message=str(error), details=[detail]))
+
+
+def from_rpc(call: grpc.RpcError) -> FarmError:
+    """The error that the server raised, as its own class; an unknown reason gives a plain FarmError.
+
+    Facts of the transport alone (refused, too late) become Unavailable and DeadlineExceeded.
+    """
+    assert isinstance(call, grpc.Call)
+    status = rpc_status.from_call(call)
+    for detail in status.details if status is not None else ():
+        info = error_details_pb2.ErrorInfo()
+        if detail.Unpack(info):
+            return _rebuild(status.code, info.reason, status.message, info.metadata)
+    code = call.code()
+    if code is grpc.StatusCode.UNAVAILABLE:
+        return Unavailable(f"No answer: {call.details()}.")
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return DeadlineExceeded("No answer in time.")
+    return FarmError(f"{code.name if code else 'UNKNOWN'}: {call.details()}")
+
+
+def to_failure(error: FarmError) -> trajectory_pb2.Failure:
+    """The error as one item of a batched answer."""
+    return trajectory_pb2.Failure(code=error.code, reason=error.reason, message=str(error), metadata=error.facts)
+
+
+def from_failure(failure: trajectory_pb2.Failure) -> FarmError:
+    """The error that one item of a batched answer carries."""
+    return _rebuild(failure.code, failure.reason, failure.message, failure.metadata)
+
+
+def is_retryable(error: FarmError) -> bool:
+    """Whether the same idempotent call may succeed later, with nothing changed by the caller."""
+    return error.code == code_pb2.UNAVAILABLE
+
+
+def _rebuild(code: int, reason: str, message: str, facts: Mapping[str, str]) -> FarmError:
+    known = CATALOGUE.get(reason, FarmError)
+    error = known(message.removesuffix(known.remedy).strip(), **facts)
+    if known is FarmError:
+        error.code = code  # pyright: ignore[reportAttributeAccessIssue]
+        error.reason = reason  # pyright: ignore[reportAttributeAccessIssue]
+    return error

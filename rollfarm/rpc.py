@@ -1,0 +1,157 @@
+"""Calls between services: channels, deadlines that are passed on, and retries of what is safe to retry."""
+
+import asyncio
+import contextvars
+import json
+import random
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeVar
+
+import grpc
+from grpc import aio
+
+from rollfarm import telemetry
+from rollfarm.errors import DeadlineExceeded, FarmError, from_rpc, is_retryable
+
+MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+"""Largest message either end takes. Bigger things are streamed in pieces of 1 to 4 MiB."""
+
+CHUNK_BYTES = 4 * 1024 * 1024
+"""Pieces in which a large answer is streamed."""
+
+FIRST_RETRY_SECONDS = 0.05
+LAST_RETRY_SECONDS = 1.0
+
+MESSAGE_OPTIONS: list[tuple[str, Any]] = [
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+]
+
+_CHANNEL_OPTIONS: list[tuple[str, Any]] = [
+    *MESSAGE_OPTIONS,
+    ("grpc.service_config", json.dumps({"loadBalancingConfig": [{"round_robin": {}}]})),
+    ("grpc.dns_min_time_between_resolutions_ms", 1000),
+    ("grpc.min_reconnect_backoff_ms", 50),
+    ("grpc.initial_reconnect_backoff_ms", 50),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+]
+
+Request = TypeVar("Request", contravariant=True)
+Response = TypeVar("Response", covariant=True)
+
+_deadline: contextvars.ContextVar[float | None] = contextvars.ContextVar("deadline", default=None)
+
+
+class UnaryUnary(Protocol[Request, Response]):
+    """An asynchronous stub's unary method."""
+
+    def __call__(
+        self,
+        request: Request,
+        /,
+        *,
+        timeout: float | None = None,
+        metadata: Any = None,
+        wait_for_ready: bool | None = None,
+    ) -> Any: ...
+
+
+def channel(address: str) -> aio.Channel:
+    """A channel to host:port or dns:///name:port, spread round-robin over what the name resolves to.
+
+    Use with `async with`, or close it.
+    """
+    return aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+
+
+@contextmanager
+def deadline(seconds: float | None):
+    """Bound every `call` inside to what remains of `seconds`; an earlier outer deadline wins."""
+    at = None if seconds is None else time.monotonic() + seconds
+    outer = _deadline.get()
+    token = _deadline.set(outer if at is None else at if outer is None else min(at, outer))
+    try:
+        yield
+    finally:
+        _deadline.reset(token)
+
+
+def remaining(timeout: float) -> float:
+    """`timeout`, or what the surrounding deadline leaves of it."""
+    at = _deadline.get()
+    return timeout if at is None else min(timeout, at - time.monotonic())
+
+
+def metadata() -> tuple[tuple[str, str], ...]:
+    """What every call carries: the trace."""
+    return ((telemetry.TRACE_METADATA, telemetry.traceparent()),)
+
+
+async def call(method: Callable[..., Any], request: Any, *, timeout: float, retry: bool = True) -> Any:
+    """Call `method` until it answers, within `timeout` seconds and any surrounding deadline.
+
+    With `retry`, UNAVAILABLE (the service restarts, or its journal is away) is tried again with jittered backoff;
+    every call of the contract is idempotent. Raises the FarmError that the server raised, or Unavailable or
+    DeadlineExceeded.
+    """
+    end = time.monotonic() + remaining(timeout)
+    backoff = FIRST_RETRY_SECONDS
+    while True:
+        left = end - time.monotonic()
+        if left <= 0:
+            raise DeadlineExceeded(f"No answer to {_name(method)} in {timeout:g} s.")
+        try:
+            return await method(request, timeout=left, metadata=metadata(), wait_for_ready=retry)
+        except aio.AioRpcError as refused:
+            error = from_rpc(refused)
+            if not (retry and is_retryable(error)) or time.monotonic() + backoff >= end:
+                raise error from None
+        await asyncio.sleep(backoff * random.uniform(0.5, 1))
+        backoff = min(2 * backoff, LAST_RETRY_SECONDS)
+
+
+async def stream(method: Callable[..., Any], request: Any, *, timeout: float) -> AsyncIterator[Any]:
+    """The answers of a server-streaming call, not retried. Raises as `call` does."""
+    try:
+        async for answer in method(request, timeout=remaining(timeout), metadata=metadata(), wait_for_ready=True):
+            yield answer
+    except aio.AioRpcError as refused:
+        raise from_rpc(refused) from None
+
+
+def _name(method: Callable[..., Any]) -> str:
+    path = getattr(method, "_method", b"call")
+    return path.decode() if isinstance(path, bytes) else str(path)
+
+
+async def is_serving(address: str, *, timeout: float) -> bool:
+    """Whether the server at `address` answers its health check within `timeout` seconds."""
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    async with channel(address) as connection:
+        stub = health_pb2_grpc.HealthStub(connection)
+        try:
+            answer = await call(stub.Check, health_pb2.HealthCheckRequest(), timeout=timeout, retry=False)
+        except FarmError:
+            return False
+        return answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+__all__ = [
+    "CHUNK_BYTES",
+    "MAX_MESSAGE_BYTES",
+    "call",
+    "channel",
+    "deadline",
+    "is_serving",
+    "metadata",
+    "remaining",
+    "stream",
+    "grpc",
+]

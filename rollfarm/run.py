@@ -1,0 +1,177 @@
+"""The two tables that several services share: what the run is, and which model it trains."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from google.protobuf import duration_pb2
+from pydantic import Field
+
+from rollfarm.config import Config
+from rollfarm.v1 import sample_buffer_pb2, trajectory_pb2
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
+
+
+class SamplingConfig(Config):
+    """How the policy is sampled."""
+
+    max_tokens: int = Field(default=256, ge=1)
+    """Most tokens of one turn. The model's end-of-sequence token ends a turn early."""
+
+    temperature: float = Field(default=1.0, ge=0)
+    """Softmax temperature. 0 is greedy; training wants 1, so that behaviour log-probabilities are the policy's own."""
+
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus mass. 1 keeps every token."""
+
+    top_k: int = Field(default=0, ge=0)
+    """Tokens kept by rank. 0 keeps every token."""
+
+    def to_proto(self) -> trajectory_pb2.Sampling:
+        return trajectory_pb2.Sampling(
+            max_tokens=self.max_tokens, temperature=self.temperature, top_p=self.top_p, top_k=self.top_k
+        )
+
+
+class DomainConfig(Config):
+    """One source of tasks."""
+
+    name: Name
+    """Unique in the run. reward_gateway.domains.NAME says how it is scored."""
+
+    environment: str
+    """What plays its tasks: a built-in environment, or one of env_manager.servers."""
+
+    weight: float = Field(default=1.0, gt=0)
+    """Share of the groups, relative to the other domains."""
+
+    settings: dict[str, Any] = {}
+    """Settings of the environment; it refuses those that it does not know."""
+
+    def to_proto(self) -> sample_buffer_pb2.Domain:
+        return sample_buffer_pb2.Domain(
+            name=self.name,
+            environment=self.environment,
+            weight=self.weight,
+            settings_json=json.dumps(self.settings, sort_keys=True),
+        )
+
+
+class FilterConfig(Config):
+    """One filter on complete groups."""
+
+    name: str
+    """A filter that sample_buffer knows, such as "zero_variance"."""
+
+    settings: dict[str, float] = {}
+    """Its settings by name."""
+
+
+class RunConfig(Config):
+    """What the run is. It may not change once the run has begun, except `steps`."""
+
+    name: Name = "run"
+    """Names the run and its folder."""
+
+    folder: Path = Path("runs")
+    """The run's files lie in FOLDER/NAME: journal, checkpoints, metrics, report."""
+
+    seed: int = 0
+    """Group k of the run is a pure function of (seed, k)."""
+
+    steps: int = Field(default=100, ge=0)
+    """Training steps. 0 is without end."""
+
+    alpha: float = Field(default=1.0, ge=0)
+    """Batches of work that may run ahead of the trainer, fractions allowed. 0 is exactly synchronous; 2 is where gains
+    end. A sample lags at most ceil(alpha) versions when it is trained on."""
+
+    batch_groups: int = Field(default=8, ge=1)
+    """Groups in the batch of a step."""
+
+    group_size: int = Field(default=16, ge=1)
+    """Episodes of one task, whose rewards are compared."""
+
+    redundant_members: int = Field(default=0, ge=0)
+    """Extra episodes of each group; the first group_size win and the others are cancelled. 0 wastes nothing, and waits
+    for the slowest."""
+
+    domains: list[DomainConfig] = Field(default=[], validate_default=False)
+    """Where tasks come from; at least one."""
+
+    filters: list[FilterConfig] = []
+    """Applied in order to each complete group; a dropped group is replaced by one of the current version."""
+
+    sampling: SamplingConfig = SamplingConfig()
+    """How training episodes sample."""
+
+    validation_sampling: SamplingConfig | None = None
+    """How validation episodes sample. Unset is like training."""
+
+    lease_seconds: float = Field(default=30.0, gt=0)
+    """An episode whose env_manager is silent for this long is leased again. Short leases recover faster from a dead
+    env_manager, and cost heartbeats."""
+
+    max_attempts: int = Field(default=5, ge=1)
+    """Attempts at one episode before its group is dropped with the cause."""
+
+    @property
+    def path(self) -> Path:
+        """The run's folder."""
+        return self.folder / self.name
+
+    def to_proto(self) -> sample_buffer_pb2.RunSpec:
+        """The spec as sample_buffer takes it."""
+        lease = duration_pb2.Duration()
+        lease.FromNanoseconds(round(self.lease_seconds * 1e9))
+        return sample_buffer_pb2.RunSpec(
+            run_id=self.name,
+            seed=self.seed,
+            alpha=self.alpha,
+            batch_groups=self.batch_groups,
+            group_size=self.group_size,
+            redundant_members=self.redundant_members,
+            step_count=self.steps,
+            domains=[domain.to_proto() for domain in self.domains],
+            filters=[sample_buffer_pb2.Filter(name=f.name, settings=f.settings) for f in self.filters],
+            sampling=self.sampling.to_proto(),
+            validation_sampling=(self.validation_sampling or self.sampling).to_proto(),
+            lease_duration=lease,
+            max_attempts=self.max_attempts,
+        )
+
+
+class TinyModelConfig(Config):
+    """A small decoder with random weights and a word-level tokenizer, made on the spot for demos and tests."""
+
+    words: str
+    """Every word that tasks and actions use, separated by spaces. Others become the unknown token."""
+
+    hidden_size: int = Field(default=128, ge=8)
+    """Width of the residual stream."""
+
+    layers: int = Field(default=2, ge=1)
+    """Decoder layers."""
+
+    heads: int = Field(default=4, ge=1)
+    """Attention heads; divides hidden_size."""
+
+    context_tokens: int = Field(default=512, ge=8)
+    """Longest sequence."""
+
+    seed: int = 0
+    """Seeds the weights."""
+
+
+class ModelConfig(Config):
+    """The policy's model."""
+
+    path: str = ""
+    """A folder in Hugging Face format, or the name of a model on the hub."""
+
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """What engines compute in. The trainer keeps float32 master weights."""
+
+    create: TinyModelConfig | None = None
+    """Makes a tiny random model at `path` when nothing is there."""

@@ -1,0 +1,212 @@
+"""How every service runs: serve with health and reflection, drain on SIGTERM, and go down with any bug."""
+
+import asyncio
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, NoReturn, TypeVar
+
+import grpc
+import structlog
+from grpc import aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from rollfarm import rpc, telemetry
+from rollfarm.config import Listen
+from rollfarm.errors import FarmError, to_status
+
+log = structlog.get_logger()
+
+Loop = Callable[[], Awaitable[None]]
+Register = Callable[[aio.Server], None]
+T = TypeVar("T")
+
+EXIT_PORT_IN_USE = 3
+"""Exit status of a service that could not listen."""
+
+_SERVER_OPTIONS: list[tuple[str, Any]] = [
+    *rpc.MESSAGE_OPTIONS,
+    ("grpc.so_reuseport", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+]
+
+
+class PortInUse(Exception):
+    """The address cannot be listened on."""
+
+
+class ErrorInterceptor(aio.ServerInterceptor):
+    """Sends FarmErrors as statuses, continues the caller's trace and deadline, and times every call."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        handler = await continuation(handler_call_details)
+        if handler is None:  # pyright: ignore[reportUnnecessaryComparison]
+            return handler
+        method = handler_call_details.method
+        for kind in ("unary_unary", "stream_unary"):
+            if (behaviour := getattr(handler, kind)) is not None:
+                return handler._replace(**{kind: _guard_unary(method, behaviour)})  # pyright: ignore
+        for kind in ("unary_stream", "stream_stream"):
+            if (behaviour := getattr(handler, kind)) is not None:
+                return handler._replace(**{kind: _guard_stream(method, behaviour)})  # pyright: ignore
+        return handler
+
+
+def _enter(context: aio.ServicerContext[Any, Any]) -> None:
+    for name, value in context.invocation_metadata() or ():
+        if name == telemetry.TRACE_METADATA:
+            telemetry.adopt(str(value))
+
+
+def _guard_unary(method: str, behaviour: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    async def guarded(request: Any, context: aio.ServicerContext[Any, Any]) -> Any:
+        _enter(context)
+        began = time.perf_counter()
+        code = "OK"
+        try:
+            with rpc.deadline(context.time_remaining()):
+                return await behaviour(request, context)
+        except FarmError as error:
+            code = error.reason
+            await _abort(context, error)
+        except asyncio.CancelledError:
+            code = "CANCELLED"
+            raise
+        finally:
+            telemetry.RPC_SECONDS.labels(method, code).observe(time.perf_counter() - began)
+
+    return guarded
+
+
+def _guard_stream(method: str, behaviour: Callable[..., Any]) -> Callable[..., Any]:
+    async def guarded(request: Any, context: aio.ServicerContext[Any, Any]) -> Any:
+        _enter(context)
+        began = time.perf_counter()
+        code = "OK"
+        try:
+            async for answer in behaviour(request, context):
+                yield answer
+        except FarmError as error:
+            code = error.reason
+            await _abort(context, error)
+        except asyncio.CancelledError:
+            code = "CANCELLED"
+            raise
+        finally:
+            telemetry.RPC_SECONDS.labels(method, code).observe(time.perf_counter() - began)
+
+    return guarded
+
+
+async def _abort(context: aio.ServicerContext[Any, Any], error: FarmError) -> NoReturn:
+    status = to_status(error)
+    log.debug("call refused", reason=error.reason, **error.facts)
+    await context.abort(status.code, status.details, status.trailing_metadata)  # pyright: ignore
+    raise AssertionError("abort returned")
+
+
+async def serve(
+    register: Register,
+    listen: Listen,
+    *loops: Loop,
+    services: Sequence[str],
+    stop: asyncio.Event | None = None,
+    started: Callable[[int], None] | None = None,
+) -> None:
+    """Serve until SIGTERM or SIGINT (or `stop`), then drain: finish calls, cancel the loops, return.
+
+    `services` are the full names for health and reflection, `started` is told the port. A loop that raises takes the
+    service down with it; the orchestrator restarts it and the leases that it held expire. A loop that returns is done.
+    Raises PortInUse.
+    """
+    stop = stop or _stop_on_signal()
+    server = aio.server(interceptors=[ErrorInterceptor()], options=_SERVER_OPTIONS)
+    register(server)
+    checks = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(checks, server)
+    reflection.enable_server_reflection([*services, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
+    try:
+        port = server.add_insecure_port(listen.address)
+    except RuntimeError as error:
+        raise PortInUse(
+            f"Cannot listen on {listen.address}. Stop what uses the port, or choose another with listen.port."
+        ) from error
+    await server.start()
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(_run(loop)) for loop in loops]
+            for name in ("", *services):
+                await checks.set(name, health_pb2.HealthCheckResponse.SERVING)
+            log.info("serving", address=f"{listen.host}:{port}")
+            if started is not None:
+                started(port)
+            await stop.wait()
+            log.info("draining", seconds=listen.drain_seconds)
+            await checks.enter_graceful_shutdown()
+            await server.stop(grace=listen.drain_seconds)
+            for task in tasks:
+                task.cancel()
+    finally:
+        await server.stop(grace=None)
+
+
+async def _run(loop: Loop) -> None:
+    await loop()
+
+
+def run(main: Callable[[], Awaitable[None]]) -> NoReturn:
+    """Run a service's main and exit: 0 after a drain, 3 when the port is taken; a bug shows its traceback and exits 1."""
+    try:
+        asyncio.run(_run(main))
+    except PortInUse as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(EXIT_PORT_IN_USE) from None
+    raise SystemExit(0)
+
+
+def _stop_on_signal() -> asyncio.Event:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    return stop
+
+
+class Changed:
+    """Wakes long polls when state changes."""
+
+    def __init__(self) -> None:
+        self._waiters: set[asyncio.Event] = set()
+
+    def notify(self) -> None:
+        """Let every waiter look again."""
+        for waiter in self._waiters:
+            waiter.set()
+
+    async def first(self, ready: Callable[[], T | None], seconds: float) -> T | None:
+        """The first non-None `ready()`, tried now and at every change; None after `seconds`."""
+        woken = asyncio.Event()
+        self._waiters.add(woken)
+        try:
+            async with asyncio.timeout(seconds):
+                while (value := ready()) is None:
+                    await woken.wait()
+                    woken.clear()
+                return value
+        except TimeoutError:
+            return None
+        finally:
+            self._waiters.discard(woken)
+
+
+def poll_seconds(context: aio.ServicerContext[Any, Any], *, most: float = 20.0, margin: float = 0.2) -> float:
+    """How long a long poll may wait: until just before the caller's deadline, and no longer than `most`."""
+    left = context.time_remaining()
+    return most if left is None else max(0.0, min(most, left - margin))

@@ -1,0 +1,76 @@
+"""Structured logs on stderr, Prometheus metrics on /metrics, and trace ids that travel with every call."""
+
+import contextvars
+import logging
+import sys
+import uuid
+
+import prometheus_client
+import structlog
+
+from rollfarm.config import Listen, Telemetry
+
+TRACE_METADATA = "traceparent"
+
+trace_id: contextvars.ContextVar[str] = contextvars.ContextVar("trace_id", default="")
+
+RPC_SECONDS = prometheus_client.Histogram(
+    "rollfarm_rpc_server_seconds",
+    "Time to answer a call; a long poll includes the wait.",
+    ["method", "code"],
+    buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30),
+)
+
+
+def start_telemetry(service: str, telemetry: Telemetry, listen: Listen) -> None:
+    """Configure logging for the process and serve its metrics page.
+
+    Raises OSError when the metrics port is taken.
+    """
+    configure_logging(service, telemetry)
+    if telemetry.metrics_port:
+        prometheus_client.start_http_server(telemetry.metrics_port, addr=listen.host)
+
+
+def configure_logging(service: str, telemetry: Telemetry) -> None:
+    """Send structlog and the standard library's loggers to stderr in one format."""
+    level = getattr(logging, telemetry.log_level.upper())
+    shared: list[structlog.typing.Processor] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=telemetry.log_format == "json"),
+    ]
+    if telemetry.log_format == "json":
+        last: list[structlog.typing.Processor] = [
+            structlog.processors.format_exc_info,
+            structlog.processors.JSONRenderer(),
+        ]
+    else:
+        last = [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
+    structlog.configure(
+        processors=shared + last,
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=False,
+    )
+    structlog.contextvars.bind_contextvars(service=service)
+    logging.basicConfig(level=max(level, logging.WARNING), stream=sys.stderr, force=True)
+
+
+def new_trace_id() -> str:
+    """A W3C trace id: 32 hexadecimal digits."""
+    return uuid.uuid4().hex
+
+
+def traceparent() -> str:
+    """The W3C traceparent header of the current trace, which is begun if there is none."""
+    if not trace_id.get():
+        trace_id.set(new_trace_id())
+    return f"00-{trace_id.get()}-{uuid.uuid4().hex[:16]}-01"
+
+
+def adopt(header: str) -> None:
+    """Continue the trace of a caller."""
+    parts = header.split("-")
+    if len(parts) == 4 and len(parts[1]) == 32:
+        trace_id.set(parts[1])

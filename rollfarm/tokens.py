@@ -1,0 +1,60 @@
+"""Numpy views of the per-token bytes of the contract, both ways, so that nobody handles raw bytes."""
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from rollfarm.errors import InvalidArgument
+from rollfarm.v1 import trajectory_pb2
+
+Ids = NDArray[np.int32]
+Logprobs = NDArray[np.float32]
+
+
+def pack_ids(ids: ArrayLike) -> bytes:
+    """[T] token ids as little-endian int32."""
+    return np.asarray(ids, dtype="<i4").tobytes()
+
+
+def unpack_ids(data: bytes) -> Ids:
+    """[T] read-only view of token ids."""
+    return _view(data, "<i4")
+
+
+def pack_logprobs(logprobs: ArrayLike) -> bytes:
+    """[T] natural-log probabilities as little-endian float32."""
+    return np.asarray(logprobs, dtype="<f4").tobytes()
+
+
+def unpack_logprobs(data: bytes) -> Logprobs:
+    """[T] read-only view of log-probabilities, nats."""
+    return _view(data, "<f4")
+
+
+def token_count(data: bytes) -> int:
+    """T of a packed array."""
+    return len(data) // 4
+
+
+def append_spans(spans: list[trajectory_pb2.VersionSpan], more: Iterable[trajectory_pb2.VersionSpan]) -> None:
+    """Append `more` to `spans` in place, joining neighbours of one version."""
+    for span in more:
+        if spans and spans[-1].policy_version == span.policy_version:
+            spans[-1].token_count += span.token_count
+        else:
+            spans.append(trajectory_pb2.VersionSpan(policy_version=span.policy_version, token_count=span.token_count))
+
+
+def versions_of(spans: Sequence[trajectory_pb2.VersionSpan]) -> NDArray[np.int64]:
+    """[T] the policy version of each token."""
+    return np.repeat(
+        np.array([span.policy_version for span in spans], dtype=np.int64),
+        np.array([span.token_count for span in spans], dtype=np.int64),
+    )
+
+
+def _view(data: bytes, dtype: str) -> NDArray[np.generic]:  # pyright: ignore[reportReturnType]
+    if len(data) % 4:
+        raise InvalidArgument(f"A token array has {len(data)} bytes, which is not a multiple of 4.", size=len(data))
+    return np.frombuffer(data, dtype=dtype)
