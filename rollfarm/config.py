@@ -125,7 +125,7 @@ def load(root: type[C], argv: Sequence[str], *, prog: str, defaults: dict[str, A
     Loaded.__name__ = root.__name__
     Loaded.__doc__ = root.__doc__
     try:
-        return Loaded(**(defaults or {}))
+        return typing.cast(C, Loaded(**(defaults or {})))
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(root, item) for item in error.errors())) from None
     except SettingsError as error:

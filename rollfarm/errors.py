@@ -10,6 +10,7 @@ from typing import ClassVar
 import grpc
 from google.protobuf import any_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
+from grpc import aio
 from grpc_status import rpc_status
 
 from rollfarm.v1 import trajectory_pb2
@@ -198,23 +199,23 @@ def to_status(error: FarmError) -> grpc.Status:
     return rpc_status.to_status(status_pb2.Status(code=error.code, message=str(error), details=[detail]))
 
 
-def from_rpc(call: grpc.RpcError) -> FarmError:
+def from_rpc(call: aio.AioRpcError) -> FarmError:
     """The error that the server raised, as its own class; an unknown reason gives a plain FarmError.
 
     Facts of the transport alone (refused, too late) become Unavailable and DeadlineExceeded.
     """
-    assert isinstance(call, grpc.Call)
-    status = rpc_status.from_call(call)
-    for detail in status.details if status is not None else ():
-        info = error_details_pb2.ErrorInfo()
-        if detail.Unpack(info):
-            return _rebuild(status.code, info.reason, status.message, info.metadata)
-    code = call.code()
-    if code is grpc.StatusCode.UNAVAILABLE:
+    for name, value in call.trailing_metadata() or ():
+        if name == "grpc-status-details-bin" and isinstance(value, bytes):
+            status = status_pb2.Status.FromString(value)
+            for detail in status.details:
+                info = error_details_pb2.ErrorInfo()
+                if detail.Unpack(info):
+                    return _rebuild(status.code, info.reason, status.message, info.metadata)
+    if call.code() is grpc.StatusCode.UNAVAILABLE:
         return Unavailable(f"No answer: {call.details()}.")
-    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+    if call.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return DeadlineExceeded("No answer in time.")
-    return FarmError(f"{code.name if code else 'UNKNOWN'}: {call.details()}")
+    return _rebuild(call.code().value[0], call.code().name, f"{call.code().name}: {call.details()}", {})
 
 
 def to_failure(error: FarmError) -> trajectory_pb2.Failure:
@@ -233,9 +234,8 @@ def is_retryable(error: FarmError) -> bool:
 
 
 def _rebuild(code: int, reason: str, message: str, facts: Mapping[str, str]) -> FarmError:
-    known = CATALOGUE.get(reason, FarmError)
-    error = known(message.removesuffix(known.remedy).strip(), **facts)
-    if known is FarmError:
-        error.code = code  # pyright: ignore[reportAttributeAccessIssue]
-        error.reason = reason  # pyright: ignore[reportAttributeAccessIssue]
-    return error
+    known = CATALOGUE.get(reason)
+    if known is not None:
+        return known(message.removesuffix(known.remedy).strip(), **facts)
+    unknown = type("UnknownFarmError", (FarmError,), {"code": code, "reason": reason})
+    return unknown(message, **facts)

@@ -5,12 +5,12 @@ import contextvars
 import json
 import random
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
-import grpc
 from grpc import aio
+from grpc_health.v1 import health_pb2
 
 from rollfarm import telemetry
 from rollfarm.errors import DeadlineExceeded, FarmError, from_rpc, is_retryable
@@ -42,24 +42,7 @@ _CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     ("grpc.http2.max_pings_without_data", 0),
 ]
 
-Request = TypeVar("Request", contravariant=True)
-Response = TypeVar("Response", covariant=True)
-
 _deadline: contextvars.ContextVar[float | None] = contextvars.ContextVar("deadline", default=None)
-
-
-class UnaryUnary(Protocol[Request, Response]):
-    """An asynchronous stub's unary method."""
-
-    def __call__(
-        self,
-        request: Request,
-        /,
-        *,
-        timeout: float | None = None,
-        metadata: Any = None,
-        wait_for_ready: bool | None = None,
-    ) -> Any: ...
 
 
 def channel(address: str) -> aio.Channel:
@@ -71,7 +54,7 @@ def channel(address: str) -> aio.Channel:
 
 
 @contextmanager
-def deadline(seconds: float | None):
+def deadline(seconds: float | None) -> Iterator[None]:
     """Bound every `call` inside to what remains of `seconds`; an earlier outer deadline wins."""
     at = None if seconds is None else time.monotonic() + seconds
     outer = _deadline.get()
@@ -132,26 +115,14 @@ def _name(method: Callable[..., Any]) -> str:
 
 async def is_serving(address: str, *, timeout: float) -> bool:
     """Whether the server at `address` answers its health check within `timeout` seconds."""
-    from grpc_health.v1 import health_pb2, health_pb2_grpc
-
     async with channel(address) as connection:
-        stub = health_pb2_grpc.HealthStub(connection)
+        check = connection.unary_unary(
+            "/grpc.health.v1.Health/Check",
+            request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+            response_deserializer=health_pb2.HealthCheckResponse.FromString,
+        )
         try:
-            answer = await call(stub.Check, health_pb2.HealthCheckRequest(), timeout=timeout, retry=False)
+            answer = await call(check, health_pb2.HealthCheckRequest(), timeout=timeout, retry=False)
         except FarmError:
             return False
         return answer.status == health_pb2.HealthCheckResponse.SERVING
-
-
-__all__ = [
-    "CHUNK_BYTES",
-    "MAX_MESSAGE_BYTES",
-    "call",
-    "channel",
-    "deadline",
-    "is_serving",
-    "metadata",
-    "remaining",
-    "stream",
-    "grpc",
-]

@@ -1,5 +1,7 @@
 """How every service runs: serve with health and reflection, drain on SIGTERM, and go down with any bug."""
 
+from __future__ import annotations
+
 import asyncio
 import signal
 import sys
@@ -10,6 +12,7 @@ from typing import Any, NoReturn, TypeVar
 import grpc
 import structlog
 from grpc import aio
+from grpc_health.v1 import _async as health_aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -43,11 +46,11 @@ class ErrorInterceptor(aio.ServerInterceptor):
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any]:
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
         handler = await continuation(handler_call_details)
-        if handler is None:  # pyright: ignore[reportUnnecessaryComparison]
+        if handler is None:
             return handler
         method = handler_call_details.method
         for kind in ("unary_unary", "stream_unary"):
@@ -129,7 +132,7 @@ async def serve(
     stop = stop or _stop_on_signal()
     server = aio.server(interceptors=[ErrorInterceptor()], options=_SERVER_OPTIONS)
     register(server)
-    checks = health.aio.HealthServicer()
+    checks = health_aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
     reflection.enable_server_reflection([*services, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
     try:
@@ -162,7 +165,7 @@ async def _run(loop: Loop) -> None:
 
 
 def run(main: Callable[[], Awaitable[None]]) -> NoReturn:
-    """Run a service's main and exit: 0 after a drain, 3 when the port is taken; a bug shows its traceback and exits 1."""
+    """Run a service's main and exit: 0 after a drain, 3 when the port is taken, 1 with a traceback for a bug."""
     try:
         asyncio.run(_run(main))
     except PortInUse as error:

@@ -19,7 +19,7 @@ def pack_ids(ids: ArrayLike) -> bytes:
 
 def unpack_ids(data: bytes) -> Ids:
     """[T] read-only view of token ids."""
-    return _view(data, "<i4")
+    return np.frombuffer(_whole(data), dtype=np.dtype("<i4"))
 
 
 def pack_logprobs(logprobs: ArrayLike) -> bytes:
@@ -29,7 +29,7 @@ def pack_logprobs(logprobs: ArrayLike) -> bytes:
 
 def unpack_logprobs(data: bytes) -> Logprobs:
     """[T] read-only view of log-probabilities, nats."""
-    return _view(data, "<f4")
+    return np.frombuffer(_whole(data), dtype=np.dtype("<f4"))
 
 
 def token_count(data: bytes) -> int:
@@ -54,7 +54,7 @@ def versions_of(spans: Sequence[trajectory_pb2.VersionSpan]) -> NDArray[np.int64
     )
 
 
-def _view(data: bytes, dtype: str) -> NDArray[np.generic]:  # pyright: ignore[reportReturnType]
+def _whole(data: bytes) -> bytes:
     if len(data) % 4:
         raise InvalidArgument(f"A token array has {len(data)} bytes, which is not a multiple of 4.", size=len(data))
-    return np.frombuffer(data, dtype=dtype)
+    return data
