@@ -12,7 +12,6 @@ from typing import Any, NoReturn, TypeVar
 import grpc
 import structlog
 from grpc import aio
-from grpc_health.v1 import _async as health_aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -132,7 +131,7 @@ async def serve(
     stop = stop or _stop_on_signal()
     server = aio.server(interceptors=[ErrorInterceptor()], options=_SERVER_OPTIONS)
     register(server)
-    checks = health_aio.HealthServicer()
+    checks = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
     reflection.enable_server_reflection([*services, health.SERVICE_NAME, reflection.SERVICE_NAME], server)
     try:
