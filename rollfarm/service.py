@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import sys
 import time
@@ -27,6 +28,9 @@ T = TypeVar("T")
 
 EXIT_PORT_IN_USE = 3
 """Exit status of a service that could not listen."""
+
+SUPERVISED = "ROLLFARM_SUPERVISED"
+"""Set in the environment by a supervisor that holds the other end of the service's stdin for as long as it lives."""
 
 _SERVER_OPTIONS: list[tuple[str, Any]] = [
     *rpc.MESSAGE_OPTIONS,
@@ -178,7 +182,21 @@ def _stop_on_signal() -> asyncio.Event:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
+    if os.environ.get(SUPERVISED):
+        _stop_with_supervisor(loop, stop)
     return stop
+
+
+def _stop_with_supervisor(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) -> None:
+    """Treat the end of stdin like SIGTERM, so that a supervisor that dies leaves no orphans."""
+    stdin = sys.stdin.fileno()
+
+    def read() -> None:
+        if not os.read(stdin, 4096):
+            loop.remove_reader(stdin)
+            stop.set()
+
+    loop.add_reader(stdin, read)
 
 
 class Changed:
