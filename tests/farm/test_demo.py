@@ -1,0 +1,106 @@
+"""The demo as a person runs it: it learns, its services are separate, and its negative control does not learn."""
+
+import json
+import os
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.farm.conftest import CHECKOUT, SERVICES, Farm, StartFarm
+
+DEMO = CHECKOUT / "examples" / "demo.toml"
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+def test_the_demo_learns_with_separate_services_that_talk_through_sockets_alone(start_farm: StartFarm):
+    farm = start_farm(DEMO)
+
+    farm.wait_for_step(2, seconds=120)
+    pids = {module: farm.pids(module) for module in SERVICES}
+    shared = _shared_between([pid for found in pids.values() for pid in found])
+    connected = {module: _connections(found) for module, found in pids.items()}
+    generated_while_training = _tokens_during_training(farm)
+    first_version = farm.proxy().policy_version
+    farm.wait_until(lambda: farm.proxy().policy_version > first_version, seconds=60)
+    spans = [len(turn.version_spans) for t in farm.trajectories(500) for turn in t.turns]
+    versions = {
+        len({s.policy_version for turn in t.turns for s in turn.version_spans}) for t in farm.trajectories(500)
+    }
+    status, summary = farm.finish(seconds=400)
+
+    assert all(len(found) == 1 for found in pids.values()), pids
+    assert shared == set()
+    assert all(count > 0 for count in connected.values()), connected
+    assert generated_while_training > 0
+    assert max(spans) >= 1
+    assert max(versions) >= 2, "no episode went on across a change of weights"
+    assert status == 0
+    assert summary["reward_after"] - summary["reward_before"] >= 0.3
+    assert summary["max_staleness"] == 1
+    assert summary["samples"] >= summary["steps"] * 100
+    _assert_run_folder(farm.run, summary)
+
+
+def test_the_negative_control_fails_the_same_threshold(start_farm: StartFarm):
+    farm = start_farm(DEMO, "--trainer.shuffle_advantages", "true")
+
+    status, summary = farm.finish(seconds=500)
+
+    assert status == 1
+    assert summary["reward_after"] - summary["reward_before"] < 0.05
+
+
+def _shared_between(pids: list[int]) -> set[str]:
+    """Whatever two services hold in common by which they could talk past their sockets: pipes and shared memory."""
+    seen: dict[str, int] = {}
+    shared: set[str] = set()
+    for pid in pids:
+        for thing in _pipes(pid) | _shared_maps(pid):
+            if seen.setdefault(thing, pid) != pid:
+                shared.add(thing)
+    return shared
+
+
+def _pipes(pid: int) -> set[str]:
+    targets = (os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd"))
+    return {target for target in targets if target.startswith(("pipe:", "anon_inode:[eventfd"))and "pipe:" in target}
+
+
+def _shared_maps(pid: int) -> set[str]:
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return {line.split(maxsplit=5)[5] for line in lines if line.split()[1].startswith("rw-s") and len(line.split()) > 5}
+
+
+def _connections(pids: list[int]) -> int:
+    return sum(len(psutil.Process(pid).net_connections("inet")) for pid in pids)
+
+
+def _tokens_during_training(farm: Farm) -> int:
+    """Tokens that the engine made between two looks at a trainer that was in one training step all the while."""
+    found = 0
+
+    def looked() -> bool:
+        nonlocal found
+        before, tokens = farm.progress(), farm.proxy().generated_token_count
+        after = farm.progress()
+        if before.phase == after.phase == 5 and before.step_count == after.step_count:
+            found += farm.proxy().generated_token_count - tokens
+        return found > 0
+
+    farm.wait_until(looked, seconds=60)
+    return found
+
+
+def _assert_run_folder(run: Path, summary: dict[str, object]) -> None:
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert sum("mean_reward" in line for line in metrics) >= 1
+    assert (run / "config.toml").is_file()
+    assert (run / "curve.png").read_bytes().startswith(b"\x89PNG")
+    report = (run / "report.html").read_text()
+    assert "data:image/png;base64," in report
+    assert "src=\"http" not in report
+    assert "href=\"http" not in report
+    assert any((run / "checkpoints").iterdir())
+    assert Path(str(summary["run"])) == run

@@ -1,0 +1,55 @@
+"""The same configuration in other shapes, by flags alone; and other engines."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.farm.conftest import CHECKOUT, StartFarm
+
+SMALL = CHECKOUT / "tests" / "farm" / "small.toml"
+VLLM = Path(os.environ.get("ROLLFARM_VLLM_PYTHON", CHECKOUT / ".venv-vllm" / "bin" / "python"))
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+
+def test_it_runs_synchronously(start_farm: StartFarm):
+    status, summary = start_farm(SMALL, "--run.alpha", "0").finish(seconds=200)
+
+    assert (status, summary["steps"], summary["max_staleness"]) == (0, 8, 0)
+
+
+def test_it_runs_with_two_of_everything_that_scales(start_farm: StartFarm):
+    farm = start_farm(SMALL, "--up.env_managers", "2", "--up.engines", "2", "--up.trainer_ranks", "2")
+
+    farm.wait_for_step(2, seconds=120)
+    counts = {module: len(farm.pids(module)) for module in ("env_manager", "llm_proxy.engine", "trainer")}
+    engines = [(engine.policy_version > 0, engine.generated_token_count > 0) for engine in farm.proxy().engines]
+    workers = {t.worker_id for t in farm.trajectories(500)}
+    status, summary = farm.finish(seconds=250)
+
+    assert counts == {"env_manager": 2, "llm_proxy.engine": 2, "trainer": 2}
+    assert engines == [(True, True), (True, True)]
+    assert len(workers) == 2
+    assert (status, summary["steps"]) == (0, 8)
+
+
+@pytest.mark.skipif(not VLLM.exists(), reason="no real vLLM here: run `make vllm` first")
+def test_it_runs_on_an_unmodified_vllm_server_by_changing_the_engine_alone(start_farm: StartFarm):
+    farm = start_farm(SMALL, "--engine.adapter", "vllm", "--engine.vllm.python", str(VLLM))
+
+    farm.wait_for_step(2, seconds=200)
+    adapters = {engine.adapter for engine in farm.proxy().engines}
+    status, summary = farm.finish(seconds=250)
+
+    assert adapters == {"vllm"}
+    assert (status, summary["steps"]) == (0, 8)
+    assert summary["samples"] == 8 * 4 * 4
+
+
+def test_the_external_environment_example_plugs_in(start_farm: StartFarm, tmp_path: Path):
+    pytest.fail("written with the example")
+
+
+_ = subprocess

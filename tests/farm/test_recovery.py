@@ -1,0 +1,53 @@
+"""kill -9 of any one service: the farm recovers and finishes, and the ledger's promises hold."""
+
+import os
+import signal
+
+import pytest
+
+from tests.farm.conftest import CHECKOUT, StartFarm
+
+SMALL = CHECKOUT / "tests" / "farm" / "small.toml"
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@pytest.mark.parametrize(
+    "victim",
+    ["sample_buffer", "llm_proxy", "llm_proxy.engine", "env_manager", "reward_gateway", "trainer", "valkey"],
+)
+def test_the_farm_survives_kill_9_of(victim: str, start_farm: StartFarm):
+    farm = start_farm(SMALL)
+    farm.wait_for_step(2, seconds=90)
+    step = farm.progress().step_count
+    (pid,) = farm.valkey_pids() if victim == "valkey" else farm.pids(victim)
+
+    os.kill(pid, signal.SIGKILL)
+
+    farm.wait_for_step(step + 1, seconds=90)
+    status, summary = farm.finish(seconds=150)
+    assert status == 0
+    assert summary["steps"] == 8
+    assert summary["restarts"] >= 1
+    assert summary["samples"] == 8 * 4 * 4
+    assert summary["max_staleness"] <= 1
+
+
+def test_a_stopped_run_goes_on_at_the_right_step_version_and_task(start_farm: StartFarm):
+    first = start_farm(SMALL)
+    first.wait_for_step(3, seconds=90)
+    first.stop()
+    before = [line for line in (first.run / "metrics.jsonl").read_text().splitlines() if '"step"' in line]
+
+    second = start_farm(SMALL, base_port=first.base_port)
+    second.wait_until(lambda: second.progress().step_count >= 3, seconds=90)
+    ledger = second.ledger()
+    status, summary = second.finish(seconds=150)
+
+    assert len(before) >= 3
+    assert ledger.next_commit_step >= 3
+    assert ledger.policy_version >= ledger.next_commit_step + 1
+    assert ledger.next_group_index >= 3 * 4
+    assert status == 0
+    assert summary["resumed"] is True
+    assert summary["samples"] == 8 * 4 * 4
