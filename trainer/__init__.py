@@ -1,0 +1,1 @@
+"""trainer: leases batches, learns, publishes weights."""

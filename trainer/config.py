@@ -1,0 +1,153 @@
+"""What the trainer reads from the farm's file."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from rollfarm.config import Config, Listen, Root, Telemetry
+from rollfarm.run import ModelConfig, RunConfig
+
+Setting = bool | int | float | str
+
+
+class WarmStartConfig(Config):
+    """Supervised steps on recorded conversations, before the first publication of a new run."""
+
+    data: Path | None = None
+    """A JSONL file with {"messages": [{"role", "content"}, ...]} on each line. Unset skips the warm start."""
+
+    steps: int = Field(default=100, ge=0)
+    """Optimiser steps. 0 skips the warm start."""
+
+    lr: float = Field(default=1e-3, gt=0)
+    """Peak learning rate; it falls to zero over the steps."""
+
+    batch_size: int = Field(default=32, ge=1)
+    """Conversations in a step."""
+
+
+class TrainerConfig(Config):
+    """The trainer: its optimiser, its objective, its checkpoints and how it sends weights."""
+
+    listen: Listen = Listen(port=7705)
+    """Where TrainerService listens, on rank 0."""
+
+    telemetry: Telemetry = Telemetry()
+    """Logs and metrics."""
+
+    trainer_id: str = "trainer"
+    """Names this trainer to sample_buffer."""
+
+    sample_buffer_address: str = "127.0.0.1:7703"
+    """host:port of sample_buffer."""
+
+    llm_proxy_address: str = "127.0.0.1:7701"
+    """host:port of llm_proxy."""
+
+    seed: int = 0
+    """Seeds what is random in the trainer: dropout, the warm start's order, the shuffled control."""
+
+    device: str = "auto"
+    """A torch device. "auto" takes an accelerator where there is one, and the CPU otherwise."""
+
+    threads: int = Field(default=1, ge=0)
+    """Threads of one torch operation. 0 is torch's own choice, which slows every service down on a shared machine."""
+
+    lr: float = Field(default=1e-5, gt=0)
+    """Peak learning rate. A large model wants about 1e-6, the demo's tiny one 1e-3."""
+
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate goes on after its warm-up; the last two fall to zero at run.steps."""
+
+    lr_warmup_steps: int = Field(default=0, ge=0)
+    """Steps in which the learning rate rises from zero."""
+
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled decay of matrices; vectors (norms, biases) are never decayed."""
+
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    """Decay of Adam's first and second moments."""
+
+    max_grad_norm: float = Field(default=1.0, ge=0)
+    """The gradient is scaled down to this norm. 0 never scales."""
+
+    advantage: str = "grpo"
+    """How rewards become advantages: a name of trainer.algorithms.advantages, or "module:function"."""
+
+    advantage_settings: dict[str, Setting] = {}
+    """The function's keyword-only parameters."""
+
+    loss: str = "clipped"
+    """The objective per token: a name of trainer.algorithms.losses, or "module:function"."""
+
+    loss_settings: dict[str, Setting] = {}
+    """The function's keyword-only parameters, such as clip_high."""
+
+    aggregation: str = "token_mean"
+    """How tokens become one number: a name of trainer.algorithms.aggregation, or "module:function"."""
+
+    aggregation_settings: dict[str, Setting] = {}
+    """The function's keyword-only parameters."""
+
+    shuffle_advantages: bool = False
+    """A negative control, never for training: advantages are dealt at random to the batch's trajectories, so nothing
+    can be learnt from them, and a reward that rises all the same was not earned."""
+
+    micro_batch_tokens: int = Field(default=8192, ge=1)
+    """Padded tokens of one forward pass; a longer row has a pass of its own. Memory grows with it, results do not
+    change."""
+
+    rank_timeout_seconds: float = Field(default=600.0, gt=0)
+    """How long data-parallel ranks wait for each other in a step. A rank that dies takes the others down at once."""
+
+    checkpoint_every: int = Field(default=10, ge=1)
+    """Steps between checkpoints. A crash repeats at most as many; sample_buffer keeps their batches until then."""
+
+    keep_checkpoints: int = Field(default=2, ge=1)
+    """Newest checkpoints kept in run.folder/run.name/checkpoints."""
+
+    validation_every: int = Field(default=0, ge=0)
+    """Steps between validations besides those before the first step and after the last. 0 has only these two."""
+
+    validation_episodes: int = Field(default=64, ge=0)
+    """Episodes of one validation. 0 never validates."""
+
+    validation_timeout_seconds: float = Field(default=600.0, gt=0)
+    """A validation that takes longer is given up, with a warning; training goes on."""
+
+    weights_host: str = "127.0.0.1"
+    """Interface on which engines fetch weights, as they reach it."""
+
+    weights_port: int = Field(default=0, ge=0, le=65535)
+    """Where the groups for weights meet. 0 lets the system choose."""
+
+    bucket_size_mb: int = Field(default=16, ge=1)
+    """Size of one broadcast, in MiB. 4 to 64 is fastest; sender and receiver hold one each."""
+
+    update_mode: Literal["keep", "keep_cache", "resume", "drain"] = "keep"
+    """What becomes of running requests when weights change: "keep" computes their KV again under the new weights,
+    "keep_cache" goes on with the old KV, "resume" queues them again from their tokens, "drain" lets them finish."""
+
+    transfer_timeout_seconds: float = Field(default=60.0, gt=0)
+    """An engine that does not take a version within this time is left behind, and tried again later."""
+
+    exit_when_finished: bool = False
+    """Exit after the last step. Otherwise the trainer goes on answering GetProgress, and serves the final weights to
+    engines that restart, until SIGTERM."""
+
+    warm_start: WarmStartConfig = WarmStartConfig()
+    """Supervised steps first."""
+
+
+class TrainerRoot(Root):
+    """The trainer's part of a farm's file."""
+
+    run: RunConfig = RunConfig()
+    """What the run is."""
+
+    model: ModelConfig = ModelConfig()
+    """What it trains."""
+
+    trainer: TrainerConfig = TrainerConfig()
+    """How it trains."""
