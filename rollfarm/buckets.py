@@ -1,7 +1,8 @@
 """How weights are packed for a broadcast: the one rule that the trainer and every engine's receiver share.
 
 Tensors keep their order. Consecutive tensors of one dtype fill a bucket of at most `bucket_size_bytes`, which travels
-as one flat buffer of that dtype; a larger tensor is a bucket of its own. No torch here: dtypes are names.
+as one flat buffer; a larger tensor is a bucket of its own. Only the bytes count: either end may broadcast the buffer as
+uint8, and must for dtypes that its backend does not know. No torch here: dtypes are names.
 """
 
 import math
