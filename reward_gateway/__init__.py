@@ -1,0 +1,1 @@
+"""Scores finished episodes, routed by domain. An infrastructure failure is never a reward of 0."""

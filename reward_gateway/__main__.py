@@ -1,0 +1,31 @@
+"""`python -m reward_gateway farm.toml`: score episodes until SIGTERM."""
+
+import sys
+
+from reward_gateway.config import RewardGatewayConfig, RewardGatewayRoot
+from reward_gateway.scoring import Plan, plan
+from reward_gateway.server import SERVICE, open_gateway
+from rollfarm import service
+from rollfarm.config import ConfigError, exit_bad_config, load_or_exit
+from rollfarm.telemetry import start_telemetry
+
+PROG = "python -m reward_gateway"
+
+
+async def serve(config: RewardGatewayConfig, shares: Plan) -> None:
+    async with open_gateway(config, shares) as gateway:
+        await service.serve(gateway.register, config.listen, services=[SERVICE])
+
+
+def main() -> None:
+    config = load_or_exit(RewardGatewayRoot, sys.argv[1:], prog=PROG).reward_gateway
+    try:
+        shares = plan(config)
+    except ConfigError as error:
+        exit_bad_config(PROG, error)
+    start_telemetry("reward_gateway", config.telemetry, config.listen)
+    service.run(lambda: serve(config, shares))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,82 @@
+"""A process that computes rewards which block or may hang: one at a time, asked and answered over its pipes.
+
+`python -m reward_gateway.worker` reads frames on stdin and writes one for each on stdout. A frame is its length in four
+bytes, little-endian, and that many bytes. It ends with its stdin. It is safe to kill at any moment.
+"""
+
+import asyncio
+import functools
+import json
+import os
+import signal
+import struct
+import sys
+import traceback
+from typing import Any, BinaryIO
+
+from reward_gateway.rewards import REWARDS
+from rollfarm.errors import FarmError
+from rollfarm.registry import resolve
+from rollfarm.reward import Reward, Score, read_episode, score
+from rollfarm.v1 import reward_gateway_pb2
+
+LENGTH = struct.Struct("<I")
+OK, FAILED = b"+", b"-"
+
+
+def pack_question(reward: str, settings: Any, timeout: float, episode: reward_gateway_pb2.ScoredEpisode) -> bytes:
+    """A question: a line of JSON, then the episode."""
+    head = json.dumps({"reward": reward, "settings": settings, "timeout": timeout})
+    return head.encode() + b"\n" + episode.SerializeToString()
+
+
+def pack_score(verdict: Score) -> bytes:
+    answer = reward_gateway_pb2.RewardServiceScoreResponse(value=verdict.value, detail=verdict.detail)
+    return OK + answer.SerializeToString()
+
+
+def answer(question: bytes) -> bytes:
+    """OK and the score, or FAILED and the cause."""
+    head, _, packed = question.partition(b"\n")
+    asked = json.loads(head)
+    # Should this process hang after the gateway has died, nobody is left to kill it: the system does.
+    signal.setitimer(signal.ITIMER_REAL, 2 * asked["timeout"])
+    try:
+        episode = read_episode(reward_gateway_pb2.ScoredEpisode.FromString(packed))
+        function = functools.partial(_function(asked["reward"]), **asked["settings"])
+        return pack_score(asyncio.run(score(asked["reward"], function, episode)))
+    except FarmError as failure:
+        traceback.print_exception(failure.__cause__ or failure, file=sys.stderr)
+        return FAILED + failure.problem.encode()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+@functools.cache
+def _function(reward: str) -> Reward:
+    return resolve(REWARDS, reward, what="reward")
+
+
+def main() -> None:
+    questions, answers = _own_pipes()
+    _send(answers, OK)
+    while (head := questions.read(LENGTH.size)) and len(head) == LENGTH.size:
+        _send(answers, answer(questions.read(LENGTH.unpack(head)[0])))
+
+
+def _own_pipes() -> tuple[BinaryIO, BinaryIO]:
+    """The pipes, out of reach of rewards that read stdin or print."""
+    questions, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    with open(os.devnull) as nothing:  # noqa: PTH123 (a descriptor is wanted, not a path)
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(2, 1)
+    return questions, answers
+
+
+def _send(answers: BinaryIO, frame: bytes) -> None:
+    answers.write(LENGTH.pack(len(frame)) + frame)
+    answers.flush()
+
+
+if __name__ == "__main__":
+    main()

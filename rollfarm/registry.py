@@ -1,0 +1,76 @@
+"""Functions and classes chosen by configuration: a literal dict of names, or "module:name" for the user's own.
+
+The keyword parameters of what is chosen are its settings. They are checked by name and by type when the configuration
+is read, so that a wrong one never waits until it is used.
+"""
+
+import functools
+import importlib
+import inspect
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+
+from rollfarm.config import ConfigError, nearest
+
+T = TypeVar("T")
+
+
+def resolve(registry: Mapping[str, T], name: str, *, what: str) -> T:
+    """The entry called `name`, or what "module:name" imports. Raises ConfigError, which lists the known names.
+
+    `what` says in messages what is looked for, for example "reward".
+    """
+    if name in registry:
+        return registry[name]
+    if ":" not in name:
+        raise ConfigError(f"Unknown {what} {name!r}.{nearest(name, list(registry))} Your own is 'module:name'.")
+    module, _, attribute = name.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"{what.capitalize()} {name!r} cannot be imported: {error}. "
+            "Put its folder on PYTHONPATH, or correct the name."
+        ) from error
+
+
+def check_settings(target: Callable[..., Any], settings: Mapping[str, Any], *, owner: str) -> dict[str, Any]:
+    """`settings` with the types that `target` declares for its keyword parameters.
+
+    Raises ConfigError: an unknown name gets the nearest known one, and `owner` says whose settings they are.
+    """
+    model = settings_model(target)
+    for name in settings:
+        if name not in model.model_fields:
+            raise ConfigError(f"{owner}: unknown setting {name!r}.{nearest(name, list(model.model_fields))}")
+    try:
+        checked = model(**settings)
+    except ValidationError as error:
+        problems = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
+        raise ConfigError(f"{owner}: wrong setting {problems}.") from None
+    return {name: getattr(checked, name) for name in checked.model_fields_set}
+
+
+@functools.cache
+def settings_model(target: Callable[..., Any]) -> type[BaseModel]:
+    """The keyword parameters of a function, or of a class's constructor, as a closed table."""
+    called = target.__init__ if inspect.isclass(target) else target
+    hints = typing.get_type_hints(called, include_extras=True)
+    fields: dict[str, Any] = {}
+    for name, parameter in inspect.signature(target).parameters.items():
+        if _is_setting(parameter, in_class=inspect.isclass(target)):
+            default = ... if parameter.default is parameter.empty else parameter.default
+            fields[name] = (hints.get(name, Any), default)
+    return create_model(
+        "Settings",
+        __config__=ConfigDict(extra="forbid", arbitrary_types_allowed=True, protected_namespaces=()),
+        **fields,
+    )  # pyright: ignore[reportCallIssue]
+
+
+def _is_setting(parameter: inspect.Parameter, *, in_class: bool) -> bool:
+    kinds = {parameter.KEYWORD_ONLY, parameter.POSITIONAL_OR_KEYWORD} if in_class else {parameter.KEYWORD_ONLY}
+    return parameter.kind in kinds
