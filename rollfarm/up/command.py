@@ -1,0 +1,49 @@
+"""`rollfarm up CONFIG... [--table.key value]`: the whole farm on this machine, from its first process to its report."""
+
+import sys
+from collections.abc import Sequence
+
+USAGE = """usage: rollfarm up CONFIG.toml [MORE.toml ...] [--table.key value ...]
+
+Starts every service as a process of its own, watches and restarts them, and drains them when the run is over.
+Running it again on an unfinished run goes on where it stopped.
+
+  --run.alpha 0            any key of any table can be set here, over the files
+  --up.engines 2           engine processes; likewise --up.env_managers, --up.trainer_ranks
+  --up.base_port 7800      other ports, for a second farm on one machine
+  --up.fresh true          delete the run's folder and begin anew
+  --up.min_gain 0.3        fail unless the validation's measure (--up.metric) rose by this much
+  --flags                  list every key, with its default and its meaning
+
+The last line on stdout is the result, as JSON. Exit status: 0 done, 1 min_gain not reached or a service failed,
+2 wrong configuration, 3 a port is in use, 130 interrupted.
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run a farm and return the command's exit status."""
+    if not argv or "--help" in argv or "-h" in argv:
+        print(USAGE, end="", file=sys.stdout if argv else sys.stderr)
+        return 0 if argv else 2
+
+    from rollfarm.config import ConfigError, exit_bad_config
+    from rollfarm.service import EXIT_PORT_IN_USE
+    from rollfarm.up import config, folder
+    from rollfarm.up.session import up
+
+    folder.make_importable(folder.checkout())
+    try:
+        if "--flags" in argv:
+            print(config.describe(config.farm_root()))
+            return 0
+        farm = config.load_farm(argv)
+        folder.refuse_finished(farm)
+        return up(farm)
+    except ConfigError as error:
+        exit_bad_config("rollfarm up", error)
+    except folder.PortsInUse as error:
+        print(f"rollfarm up: {error}", file=sys.stderr)
+        return EXIT_PORT_IN_USE
+    except folder.RunInUse as error:
+        print(f"rollfarm up: {error}", file=sys.stderr)
+        return 1

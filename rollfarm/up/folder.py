@@ -1,0 +1,114 @@
+"""The run's folder: who may use it, what is in it already, and what begins in it."""
+
+import errno
+import fcntl
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import rollfarm
+from rollfarm.config import ConfigError
+from rollfarm.up.config import FarmRoot, as_used, write_toml
+from rollfarm.up.summary import finished_summary
+
+CONFIG = "config.toml"
+
+
+class RunInUse(Exception):
+    """Another farm works on the run."""
+
+
+class PortsInUse(Exception):
+    """A port that the farm needs is taken."""
+
+
+def refuse_finished(farm: FarmRoot) -> None:
+    """Raise ConfigError when the run is over and nothing is left to do."""
+    done = finished_summary(farm.run.path)
+    if done is None or farm.up.fresh or not farm.run.steps or done["steps"] < farm.run.steps:
+        return
+    raise ConfigError(
+        f"run.name: the run {farm.run.name!r} in {farm.run.path} is finished ({done['steps']} steps). Begin it anew "
+        f"with --up.fresh true, choose another --run.name, or go on with --run.steps {2 * done['steps']}."
+    )
+
+
+def refuse_taken(ports: Iterable[tuple[int, str]], base_port: int) -> None:
+    """Raise PortsInUse when any port cannot be listened on."""
+    taken = [(port, name) for port, name in ports if not _is_free(port)]
+    if taken:
+        named = ", ".join(f"{port} ({name})" for port, name in taken)
+        noun = "Ports" if len(taken) > 1 else "Port"
+        raise PortsInUse(
+            f"{noun} in use: {named}. Stop what listens there (another farm?), or choose other ports with "
+            f"--up.base_port {base_port + 100}."
+        )
+
+
+@contextmanager
+def opened(farm: FarmRoot) -> Iterator[bool]:
+    """Make the run's folder ours, and yield whether it holds an earlier part of the run.
+
+    Raises RunInUse and ConfigError.
+    """
+    run = farm.run.path
+    run.mkdir(parents=True, exist_ok=True)
+    with (run / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                raise
+            raise RunInUse(f"Another `rollfarm up` works on {run}. Stop it, or choose another --run.name.") from None
+        if farm.up.fresh:
+            _empty(run)
+        resumed = (run / CONFIG).exists()
+        (run / "logs").mkdir(exist_ok=True)
+        tables = as_used(farm)
+        tables["up"]["fresh"] = False
+        write_toml(tables, run / CONFIG)
+        yield resumed
+
+
+def checkout() -> Path:
+    """The folder that holds the services: where this kit was checked out, or the current one."""
+    root = Path(rollfarm.__file__).resolve().parents[1]
+    return root if (root / "sample_buffer").is_dir() else Path.cwd()
+
+
+def make_importable(root: Path) -> None:
+    """Let this process and those that it starts import the services."""
+    if str(root) not in sys.path:
+        sys.path.insert(0, str(root))
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    if str(root) not in paths:
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), *paths]))
+
+
+def _empty(run: Path) -> None:
+    """Delete what an earlier run left; refuse to delete what no run made."""
+    inside = [path for path in run.iterdir() if path.name != ".lock"]
+    if inside and not (run / CONFIG).exists() and not (run / "logs").exists():
+        raise ConfigError(
+            f"up.fresh: {run} holds files and is not a run's folder. Empty it yourself, or rename the run."
+        )
+    for path in inside:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+            probe.listen(1)
+        except OSError:
+            return False
+    return True

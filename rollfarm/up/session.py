@@ -1,0 +1,189 @@
+"""One session of a farm: from the first process to the report, however it ends."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from enum import Enum
+from pathlib import Path
+
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from rollfarm.up import folder, report, summary
+from rollfarm.up.config import FarmRoot
+from rollfarm.up.console import Screen, make_console, plain_line
+from rollfarm.up.farm import Plan, plan
+from rollfarm.up.process import ProcessFailed
+from rollfarm.up.supervisor import Supervisor
+from rollfarm.up.watch import Watcher
+
+EXIT_MISSED = 1
+EXIT_INTERRUPTED = 130
+REFRESH_PER_SECOND = 4
+
+
+class Ending(Enum):
+    """Why the farm was drained."""
+
+    FINISHED = "finished"
+    INTERRUPTED = "interrupted"
+    TIME_LIMIT = "time limit"
+
+
+def up(farm: FarmRoot) -> int:
+    """Run the farm and return the command's exit status. Raises ConfigError, PortsInUse and RunInUse before anything
+    has started."""
+    with _short_folder() as sockets:
+        planned = plan(farm, sockets=sockets, environ=os.environ)
+        folder.refuse_taken(planned.ports(), farm.up.base_port)
+        with folder.opened(farm) as resumed:
+            return asyncio.run(_Session(farm, planned, resumed=resumed).run())
+
+
+class _Session:
+    """The farm and everything that looks at it."""
+
+    def __init__(self, farm: FarmRoot, planned: Plan, *, resumed: bool) -> None:
+        self._farm = farm
+        self._resumed = resumed
+        self._began = time.monotonic()
+        self._live = farm.up.console == "live" or (farm.up.console == "auto" and sys.stderr.isatty())
+        self._console = make_console(live=self._live)
+        self._watcher = Watcher(planned.addresses)
+        self._supervisor = Supervisor(planned.specs, farm.up, logs=farm.run.path / "logs", say=self._say)
+        self._screen = Screen(farm.run.name, self._watcher.picture, self._supervisor.children, self._began)
+
+    async def run(self) -> int:
+        """Until the run is over, or somebody or something ends it."""
+        try:
+            async with self._watcher, self._beside():
+                ending = await self._until_end()
+        except ProcessFailed as failed:
+            self._explain(failed)
+            return failed.status
+        return self._conclude(ending)
+
+    async def _until_end(self) -> Ending:
+        interrupted = asyncio.Event()
+        running = asyncio.create_task(self._supervisor.run(self._finish))
+        stopping = asyncio.create_task(interrupted.wait())
+        with _signals(lambda: self._supervisor.hurry() if interrupted.is_set() else interrupted.set()):
+            limit = self._farm.up.time_limit_seconds or None
+            await asyncio.wait({running, stopping}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+            stopping.cancel()
+            if running.done():
+                running.result()
+                return Ending.FINISHED
+            self._say("draining; once more kills" if interrupted.is_set() else "the time is up; draining")
+            running.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await running
+        return Ending.INTERRUPTED if interrupted.is_set() else Ending.TIME_LIMIT
+
+    async def _finish(self) -> None:
+        """Wait for the last step, and look once more for the final numbers."""
+        await self._watcher.finished.wait()
+        await self._watcher.look()
+
+    @contextlib.asynccontextmanager
+    async def _beside(self) -> AsyncIterator[None]:
+        """Ask the services and show the answers meanwhile."""
+        tasks = [asyncio.create_task(self._watcher.watch())]
+        if self._farm.up.console == "off":
+            shown = contextlib.nullcontext()
+        elif self._live:
+            shown = Live(self._screen, console=self._console, refresh_per_second=REFRESH_PER_SECOND, transient=True)
+        else:
+            shown = contextlib.nullcontext()
+            tasks.append(asyncio.create_task(self._show_plainly()))
+        try:
+            with shown:
+                yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _show_plainly(self) -> None:
+        while True:
+            await asyncio.sleep(self._farm.up.plain_seconds)
+            line = plain_line(self._watcher.picture, self._supervisor.children, time.monotonic())
+            print(line, file=sys.stderr, flush=True)
+
+    def _say(self, text: str) -> None:
+        if self._live:
+            self._screen.events.append(text)
+        else:
+            print(f"rollfarm up: {text}", file=sys.stderr, flush=True)
+
+    def _explain(self, failed: ProcessFailed) -> None:
+        print(f"rollfarm up: {failed}", file=sys.stderr)
+        if failed.tail:
+            print(f"The last lines of {failed.log}:", file=sys.stderr)
+            print("  " + failed.tail.replace("\n", "\n  "), file=sys.stderr)
+
+    def _conclude(self, ending: Ending) -> int:
+        """Write what remains, say what came of it, and choose the exit status."""
+        run = self._farm.run.path
+        picture = self._watcher.picture
+        began = picture.first_steps_at or self._began
+        result = summary.summarise(
+            picture,
+            metric=self._farm.up.metric,
+            wall_s=time.monotonic() - self._began,
+            learning_s=time.monotonic() - began,
+            restarts=self._supervisor.restarts,
+            resumed=self._resumed,
+            run=run,
+        )
+        summary.write(result, run)
+        report.write(result, run)
+        self._print(result, ending)
+        if ending is Ending.INTERRUPTED:
+            return EXIT_INTERRUPTED
+        return 0 if result.reached(self._farm.up.min_gain) else EXIT_MISSED
+
+    def _print(self, result: summary.Summary, ending: Ending) -> None:
+        min_gain = self._farm.up.min_gain
+        table = Table.grid(padding=(0, 2))
+        table.add_column(style="dim", no_wrap=True)
+        table.add_column()
+        for name, value in summary.lines(result, min_gain):
+            table.add_row(name, value)
+        console = Console(stderr=True, highlight=False)
+        console.print()
+        console.print(table)
+        if ending is not Ending.FINISHED:
+            console.print(f"\nNot finished. Go on with: [bold]rollfarm up {self._farm.run.path / folder.CONFIG}[/]")
+        elif not result.reached(min_gain):
+            console.print(f"\n[bold red]The {result.metric} did not rise by {min_gain:g}.[/]")
+        console.print()
+        print(result.line(), flush=True)
+
+
+@contextlib.contextmanager
+def _signals(handle: Callable[[], None]) -> Iterator[None]:
+    """Call `handle` at SIGINT and SIGTERM."""
+    loop = asyncio.get_running_loop()
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    for number in numbers:
+        loop.add_signal_handler(number, handle)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+
+
+@contextlib.contextmanager
+def _short_folder() -> Iterator[Path]:
+    """A folder for unix sockets; the system's own may have too long a name."""
+    parent = tempfile.gettempdir()
+    with tempfile.TemporaryDirectory(prefix="rollfarm-", dir=parent if len(parent) < 60 else "/tmp") as name:
+        yield Path(name)

@@ -1,0 +1,168 @@
+"""What the services say about themselves, asked about once a second by gRPC and kept as one picture of the farm.
+
+A service that does not answer keeps its last answer; nothing here ever fails because a service is down.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Awaitable
+from dataclasses import dataclass, field
+from typing import Any
+
+from grpc import aio
+
+from rollfarm import rpc
+from rollfarm.errors import FarmError
+from rollfarm.up.farm import Addresses
+from rollfarm.v1 import (
+    llm_proxy_pb2,
+    llm_proxy_pb2_grpc,
+    sample_buffer_pb2,
+    sample_buffer_pb2_grpc,
+    trainer_pb2,
+    trainer_pb2_grpc,
+)
+
+PERIOD_SECONDS = 1.0
+ANSWER_SECONDS = 2.0
+RATE_WINDOW_SECONDS = 10.0
+
+
+class Rate:
+    """How fast a counter grows, over the last few seconds; a counter that falls was restarted."""
+
+    def __init__(self, window_seconds: float = RATE_WINDOW_SECONDS) -> None:
+        self._window = window_seconds
+        self._points: deque[tuple[float, int]] = deque()
+        self.total = 0
+        """All that was counted, across restarts."""
+
+    def add(self, now: float, count: int) -> None:
+        """The counter stood at `count` at `now`."""
+        last = self._points[-1][1] if self._points else 0
+        self.total += count - last if count >= last else count
+        if count < last:
+            self._points.clear()
+        self._points.append((now, count))
+        while self._points[0][0] < now - self._window:
+            self._points.popleft()
+
+    def per_second(self) -> float:
+        """0 before two points are known."""
+        (began, first), (ended, last) = (self._points[0], self._points[-1]) if self._points else ((0, 0), (0, 0))
+        return (last - first) / (ended - began) if ended > began else 0.0
+
+
+@dataclass
+class Picture:
+    """The farm as its services last described it."""
+
+    progress: trainer_pb2.GetProgressResponse | None = None
+    buffer: sample_buffer_pb2.GetStatusResponse | None = None
+    proxy: llm_proxy_pb2.LlmProxyServiceGetStatusResponse | None = None
+    steps: dict[int, trainer_pb2.StepMetrics] = field(default_factory=dict)
+    """Every step seen, the last account of each."""
+    first_steps_at: float | None = None
+    """When a training step was first seen, monotonic seconds."""
+    first_step: int = 0
+    """Steps done before this command began."""
+    tokens: Rate = field(default_factory=Rate)
+
+    @property
+    def phase(self) -> int:
+        return self.progress.phase if self.progress else trainer_pb2.PHASE_UNSPECIFIED
+
+    @property
+    def finished(self) -> bool:
+        return self.phase == trainer_pb2.PHASE_FINISHED
+
+    def rewards(self) -> list[float]:
+        """Mean reward of each step, in order."""
+        return [self.steps[step].mean_reward for step in sorted(self.steps)]
+
+    def seconds_left(self, now: float) -> float | None:
+        """How long the remaining steps will take at the pace so far; None where that is unknown."""
+        progress = self.progress
+        if progress is None or self.first_steps_at is None or not progress.total_step_count:
+            return None
+        done = progress.step_count - self.first_step
+        if done < 1:
+            return None
+        return (progress.total_step_count - progress.step_count) * (now - self.first_steps_at) / done
+
+    def learn(self, progress: trainer_pb2.GetProgressResponse, now: float) -> None:
+        """Take in what the trainer said."""
+        self.progress = progress
+        self.steps.update({step.step: step for step in progress.steps})
+        if self.first_steps_at is None and progress.phase in (trainer_pb2.PHASE_WAITING, trainer_pb2.PHASE_TRAINING):
+            self.first_steps_at = now
+            self.first_step = progress.step_count
+
+
+class Watcher:
+    """Asks the services and keeps the picture. Use with `async with`."""
+
+    def __init__(self, addresses: Addresses) -> None:
+        self.picture = Picture()
+        self.finished = asyncio.Event()
+        """Set once the trainer says that every step is done."""
+        self._addresses = addresses
+        self._channels: list[aio.Channel] = []
+
+    async def __aenter__(self) -> "Watcher":
+        def stub(make: Any, address: str) -> Any:
+            self._channels.append(rpc.channel(address))
+            return make(self._channels[-1])
+
+        self._trainer = stub(trainer_pb2_grpc.TrainerServiceStub, self._addresses.trainer)
+        self._buffer = stub(sample_buffer_pb2_grpc.SampleBufferServiceStub, self._addresses.sample_buffer)
+        self._proxy = stub(llm_proxy_pb2_grpc.LlmProxyServiceStub, self._addresses.llm_proxy)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for channel in self._channels:
+            await channel.close()
+
+    async def watch(self) -> None:
+        """Ask again and again, until cancelled."""
+        while True:
+            await self.look()
+            await asyncio.sleep(PERIOD_SECONDS)
+
+    async def look(self) -> None:
+        """Ask every service once."""
+        picture = self.picture
+        steps = trainer_pb2.GetProgressRequest(from_step=max(picture.steps, default=0))
+        progress, buffer, proxy = await asyncio.gather(
+            _answer(rpc.call(self._trainer.GetProgress, steps, timeout=ANSWER_SECONDS, retry=False)),
+            _answer(
+                rpc.call(
+                    self._buffer.GetStatus, sample_buffer_pb2.GetStatusRequest(), timeout=ANSWER_SECONDS, retry=False
+                )
+            ),
+            _answer(
+                rpc.call(
+                    self._proxy.GetStatus,
+                    llm_proxy_pb2.LlmProxyServiceGetStatusRequest(),
+                    timeout=ANSWER_SECONDS,
+                    retry=False,
+                )
+            ),
+        )
+        now = time.monotonic()
+        picture.buffer = buffer or picture.buffer
+        if proxy is not None:
+            picture.proxy = proxy
+            picture.tokens.add(now, proxy.generated_token_count)
+        if progress is not None:
+            picture.learn(progress, now)
+        if picture.finished:
+            self.finished.set()
+
+
+async def _answer(call: Awaitable[Any]) -> Any:
+    try:
+        return await call
+    except FarmError:
+        return None
