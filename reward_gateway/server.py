@@ -1,7 +1,7 @@
 """RewardGatewayService: asks each of the domain's rewards, and adds up."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -39,7 +39,7 @@ class RewardGateway(reward_gateway_pb2_grpc.RewardGatewayServiceServicer):
         self,
         plan: Plan,
         pool: WorkerPool | None,
-        external: dict[str, reward_gateway_pb2_grpc.RewardServiceAsyncStub],
+        external: Mapping[str, Any],
         timeout: float,
     ) -> None:
         self._plan = plan

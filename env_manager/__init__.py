@@ -1,0 +1,1 @@
+"""Plays episodes: leases them, lets policy and environment take turns, has them scored, and hands them in."""

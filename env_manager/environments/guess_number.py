@@ -1,0 +1,65 @@
+"""Find the number: after each guess the environment says "higher" or "lower"."""
+
+import random
+from typing import Annotated
+
+from pydantic import Field
+
+from env_manager.environments.solvable import Solvable
+from rollfarm.env import Observation, Step
+
+DEFAULT_HIGH = 20
+
+
+class GuessNumber(Solvable):
+    """Multi-turn guessing, where the past has to be remembered."""
+
+    name = "guess_number"
+    WORDS = ("guess", "from", "to", "higher", "lower", "number", "please", *map(str, range(1, DEFAULT_HIGH + 1)))
+    ACTIONS = tuple(map(str, range(1, DEFAULT_HIGH + 1)))
+
+    def __init__(
+        self,
+        *,
+        high: Annotated[int, Field(ge=2)] = DEFAULT_HIGH,
+        turns: Annotated[int, Field(ge=0)] = 0,
+    ) -> None:
+        """The number lies in 1 to `high`. 0 `turns` allows one more than halving needs."""
+        self._high = high
+        self._turns_left = turns or high.bit_length() + 1
+        self._per_turn = 1 / self._turns_left
+        self._number = 0
+        self._low_left, self._high_left = 1, high
+
+    def reset(self, seed: int, index: int) -> Observation:
+        self._number = random.Random(seed).randint(1, self._high)
+        return Observation(f"guess from 1 to {self._high}", reference=str(self._number), state_hash=self._state())
+
+    def step(self, action: str) -> Step:
+        """Finding it pays 0.5, and 0.5 more for the share of turns that are left; not a number costs a tenth."""
+        self._turns_left -= 1
+        word = action.strip()
+        if word == str(self._number):
+            reward = 0.5 + 0.5 * self._turns_left * self._per_turn
+            return Step(reward=reward, done=True, state_hash=self._state(), metrics={"success": 1.0})
+        over = self._turns_left == 0
+        answer, reward = self._hint(word)
+        return Step(
+            answer, reward=reward, done=over, truncated=over, state_hash=self._state(), metrics={"success": 0.0}
+        )
+
+    def _hint(self, word: str) -> tuple[str, float]:
+        if not (word.isascii() and word.isdecimal()):
+            return "number please", -0.1
+        guess = int(word)
+        if guess < self._number:
+            self._low_left = max(self._low_left, guess + 1)
+            return "higher", 0.0
+        self._high_left = min(self._high_left, guess - 1)
+        return "lower", 0.0
+
+    def solve(self) -> str:
+        return str((self._low_left + self._high_left) // 2)
+
+    def _state(self) -> str:
+        return f"{self._low_left}-{self._high_left}"

@@ -1,0 +1,152 @@
+"""One bidirectional stream to llm_proxy, shared by every episode.
+
+Requests of one turn of the event loop travel in one message. Invariant: an open request is either unsent or was sent on
+the stream that is alive now. So when a stream breaks, every open request is sent again on the next one, under its own
+request_id, which llm_proxy recognises.
+"""
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import prometheus_client
+import structlog
+from grpc import aio
+
+from rollfarm import rpc
+from rollfarm.errors import FarmError, from_failure, from_rpc
+from rollfarm.v1 import llm_proxy_pb2
+
+log = structlog.get_logger()
+
+CANCEL_SECONDS = 5.0
+"""How long llm_proxy may take to acknowledge a cancellation. It is not needed for correctness: the slot is freed late."""
+
+BROKEN = {
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.INTERNAL,
+    grpc.StatusCode.UNKNOWN,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+}
+"""How a stream ends when its server restarts or the network is cut. Any other status is a bug."""
+
+RECONNECTS = prometheus_client.Counter(
+    "rollfarm_env_manager_proxy_reconnects_total", "Streams to llm_proxy that broke and were opened again."
+)
+OPEN = prometheus_client.Gauge(
+    "rollfarm_env_manager_open_generations", "Generations asked of llm_proxy and not answered."
+)
+
+
+@dataclass(slots=True)
+class _Open:
+    generation: llm_proxy_pb2.ProxiedGeneration
+    result: asyncio.Future[llm_proxy_pb2.GenerationResult]
+
+
+class _StreamEnded(Exception):
+    """llm_proxy closed the stream."""
+
+
+class Generator:
+    """Asks llm_proxy for tokens while `run` runs."""
+
+    def __init__(self, stub: Any) -> None:
+        """`stub` is an LlmProxyServiceStub on an aio channel."""
+        self._stub = stub
+        self._open: dict[str, _Open] = {}
+        self._unsent: list[llm_proxy_pb2.ProxiedGeneration] = []
+        self._unwanted: list[str] = []
+        self._sendable = asyncio.Event()
+        self._cancellable = asyncio.Event()
+        self._backoff = rpc.FIRST_RETRY_SECONDS
+        OPEN.set_function(lambda: len(self._open))
+
+    async def generate(self, generation: llm_proxy_pb2.ProxiedGeneration) -> llm_proxy_pb2.GenerationResult:
+        """The finished generation. Cancelling the caller cancels it. Raises the FarmError that llm_proxy answered."""
+        request_id = generation.generation.request_id
+        result: asyncio.Future[llm_proxy_pb2.GenerationResult] = asyncio.get_running_loop().create_future()
+        self._open[request_id] = _Open(generation, result)
+        self._unsent.append(generation)
+        self._sendable.set()
+        try:
+            answer = await result
+        finally:
+            if self._open.pop(request_id, None) is not None:
+                self._unwanted.append(request_id)
+                self._cancellable.set()
+        if answer.HasField("failure"):
+            raise from_failure(answer.failure)
+        return answer
+
+    async def run(self) -> None:
+        """Keep the stream alive until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._cancel())
+            while True:
+                await self._stream()
+                RECONNECTS.inc()
+                await asyncio.sleep(self._backoff)
+                self._backoff = min(2 * self._backoff, rpc.LAST_RETRY_SECONDS)
+
+    async def _stream(self) -> None:
+        """Use one stream until it breaks."""
+        call = self._stub.GenerateMany(metadata=rpc.metadata(), wait_for_ready=True)
+        self._unsent = [open.generation for open in self._open.values()]
+        if self._unsent:
+            self._sendable.set()
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._send(call))
+                group.create_task(self._receive(call))
+        except* _StreamEnded:
+            log.warning("llm_proxy ended the stream", open=len(self._open))
+        except* aio.AioRpcError as broken:
+            for error in broken.exceptions:
+                if isinstance(error, aio.AioRpcError) and error.code() not in BROKEN:
+                    raise from_rpc(error) from None
+            log.warning("stream to llm_proxy broke", open=len(self._open), cause=str(from_rpc(_first(broken))))
+        finally:
+            call.cancel()
+
+    async def _send(self, call: Any) -> None:
+        while True:
+            await self._sendable.wait()
+            self._sendable.clear()
+            # Requests of callers that gave up meanwhile are not worth sending.
+            wanted = [each for each in self._unsent if each.generation.request_id in self._open]
+            self._unsent = []
+            if wanted:
+                await call.write(llm_proxy_pb2.GenerateManyRequest(generations=wanted))
+
+    async def _receive(self, call: Any) -> None:
+        while (response := await call.read()) is not aio.EOF:
+            self._backoff = rpc.FIRST_RETRY_SECONDS
+            for result in response.results:
+                # A result of a request that was cancelled, or answered before, has nobody waiting.
+                waiting = self._open.pop(result.request_id, None)
+                if waiting is not None and not waiting.result.done():
+                    waiting.result.set_result(result)
+        status = await call.code()
+        if status not in BROKEN and status is not grpc.StatusCode.OK:
+            raise FarmError(f"llm_proxy refused the stream: {status.name} {await call.details()}.", status=status.name)
+        raise _StreamEnded
+
+    async def _cancel(self) -> None:
+        """Tell llm_proxy what nobody waits for any more."""
+        while True:
+            await self._cancellable.wait()
+            self._cancellable.clear()
+            request = llm_proxy_pb2.CancelRequest(request_ids=self._unwanted)
+            self._unwanted = []
+            try:
+                await rpc.call(self._stub.Cancel, request, timeout=CANCEL_SECONDS)
+            except FarmError as error:
+                log.debug("generations not cancelled", count=len(request.request_ids), cause=str(error))
+
+
+def _first(group: BaseExceptionGroup[aio.AioRpcError]) -> aio.AioRpcError:
+    error = group.exceptions[0]
+    return _first(error) if isinstance(error, BaseExceptionGroup) else error
