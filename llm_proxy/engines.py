@@ -1,0 +1,302 @@
+"""The engines behind the router: one connection for each address, and the loop turn that carries out what routing says.
+
+Every transition of the router is followed by `Fleet.wake`; one flush at the end of the loop turn sends what all of them
+asked for, so requests that arrive together travel together. Invariant: a connection that ends has told the router.
+"""
+
+import asyncio
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import structlog
+from google.protobuf.message import Message
+from grpc import aio
+
+from llm_proxy.config import LlmProxyConfig
+from llm_proxy.metrics import QUEUE_SECONDS
+from llm_proxy.requests import EngineMisbehaved
+from llm_proxy.routing import Router
+from rollfarm import rpc
+from rollfarm.errors import EngineFailed, FarmError, from_rpc
+from rollfarm.service import Changed
+from rollfarm.v1 import engine_pb2, engine_pb2_grpc
+
+log = structlog.get_logger()
+
+M = TypeVar("M", bound=Message)
+
+FIRST_RECONNECT_SECONDS = 0.05
+
+
+class Fleet:
+    """Every engine, with its connection. `run` must run for anything to happen."""
+
+    def __init__(self, config: LlmProxyConfig) -> None:
+        self.config = config
+        self.router = Router(config.routing)
+        self.changed = Changed()
+        """Notified when the router's revision grows."""
+
+        self.progressed = Changed()
+        """Notified after every flush."""
+
+        self._connections: dict[str, Connection] = {}
+        self._group: asyncio.TaskGroup | None = None
+        self._flushing = False
+        self._seen_revision = 0
+        for address in config.engines:
+            self.attach(address)
+
+    async def run(self) -> None:
+        """Keep a connection to every engine until cancelled."""
+        async with asyncio.TaskGroup() as self._group:
+            for connection in self._connections.values():
+                connection.start(self._group)
+            await asyncio.Event().wait()
+
+    def attach(self, address: str) -> str:
+        """Add an engine; its address is its id. Idempotent."""
+        if address not in self._connections:
+            self.router.attach(address, address)
+            self._connections[address] = Connection(address, self)
+            if self._group is not None:
+                self._connections[address].start(self._group)
+                self.wake()
+        return address
+
+    def detach(self, engine_id: str) -> None:
+        """Remove an engine; its requests continue elsewhere. Raises UnknownEngine."""
+        self.router.detach(engine_id, time.monotonic())
+        self._connections.pop(engine_id).stop()
+        self.wake()
+
+    def find(self, engine_id: str) -> "Connection | None":
+        """The engine's connection, if it is still attached."""
+        return self._connections.get(engine_id)
+
+    def connection(self, engine_id: str) -> "Connection":
+        """Raises UnknownEngine."""
+        self.router.engine(engine_id)
+        return self._connections[engine_id]
+
+    def wake(self) -> None:
+        """Carry out what the router says, at the end of this loop turn."""
+        if not self._flushing:
+            self._flushing = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flushing = False
+        effects = self.router.step(time.monotonic())
+        for engine_id, generations in effects.sends.items():
+            self._connections[engine_id].send(generations)
+        for engine_id, wire_ids in effects.cancels.items():
+            if (connection := self._connections.get(engine_id)) is not None:
+                connection.cancel(wire_ids)
+        for waiter, result in effects.answers:
+            waiter.answer(result)
+        for seconds in effects.waits:
+            QUEUE_SECONDS.observe(seconds)
+        if self.router.revision != self._seen_revision:
+            self._seen_revision = self.router.revision
+            self.changed.notify()
+        self.progressed.notify()
+
+
+class Connection:
+    """One engine host: reached, watched, fed and, when it fails, reached again."""
+
+    def __init__(self, address: str, fleet: Fleet) -> None:
+        self._address = address
+        self._fleet = fleet
+        self._router = fleet.router
+        self._config = fleet.config
+        self._stub: Any = None
+        self._stopped = False
+        self._task: asyncio.Task[None] | None = None
+        self._outbox: list[engine_pb2.Generation] = []
+        self._outbox_filled = asyncio.Event()
+        self._cancels: list[str] = []
+        self._cancels_filled = asyncio.Event()
+        self._gave_up: asyncio.Future[None] | None = None
+        self._updating = 0
+        self._updates = 0
+
+    def start(self, group: asyncio.TaskGroup) -> None:
+        self._task = group.create_task(self._run(), name=f"engine {self._address}")
+
+    def stop(self) -> None:
+        """The engine is detached: nothing that it still says counts."""
+        self._stopped = True
+        if self._task is not None:
+            self._task.cancel()
+
+    def send(self, generations: list[engine_pb2.Generation]) -> None:
+        """Give the engine work, in order."""
+        self._outbox += generations
+        self._outbox_filled.set()
+
+    def cancel(self, wire_ids: list[str]) -> None:
+        """Tell the engine to stop these."""
+        self._cancels += wire_ids
+        self._cancels_filled.set()
+
+    def give_up(self, detail: str) -> None:
+        """Drop the connection and make a new one; nobody knows what the engine does."""
+        if self._gave_up is not None and not self._gave_up.done():
+            self._gave_up.set_exception(EngineFailed(detail))
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """What the engine says of its version meanwhile does not count: all engines change together."""
+        self._updating += 1
+        try:
+            yield
+        finally:
+            self._updating -= 1
+            self._updates += 1
+
+    def check_reached(self) -> None:
+        """Raises EngineFailed while the engine cannot be reached."""
+        engine = self._router.engine(self._address)
+        if self._stub is None:
+            raise EngineFailed(f"Engine {self._address} cannot be reached: {engine.detail}.", engine_id=self._address)
+
+    async def ask(self, method: str, request: Message, *, timeout: float) -> Any:
+        """Call the engine once. Raises the engine's error, or EngineFailed when the connection breaks meanwhile."""
+        self.check_reached()
+        try:
+            return await rpc.call(getattr(self._stub, method), request, timeout=timeout, retry=False)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # Closing the channel cancels its calls, not the task that waits for one.
+            raise EngineFailed(f"Engine {self._address} was lost during {method}.", engine_id=self._address) from None
+
+    async def _run(self) -> None:
+        backoff = FIRST_RECONNECT_SECONDS
+        while True:
+            was_reached = False
+            try:
+                async with rpc.channel(self._address) as channel:
+                    stub = engine_pb2_grpc.EngineServiceStub(channel)
+                    status = await self._status(stub)
+                    was_reached = True
+                    await self._serve(stub, status)
+            except* (FarmError, aio.AioRpcError, EngineMisbehaved) as failures:
+                detail = "; ".join(_describe(failure) for failure in _leaves(failures))
+            else:
+                detail = "the engine ended the stream"
+            self._stub = None
+            if self._stopped:
+                return
+            if was_reached:
+                backoff = FIRST_RECONNECT_SECONDS
+                log.warning("engine lost", engine=self._address, detail=detail)
+            self._router.lost(self._address, detail, time.monotonic())
+            self._fleet.wake()
+            await asyncio.sleep(backoff)
+            backoff = min(2 * backoff, self._config.reconnect_seconds)
+
+    async def _serve(self, stub: Any, status: engine_pb2.EngineServiceGetStatusResponse) -> None:
+        """Exchange generations and chunks until something fails."""
+        self._outbox, self._cancels = [], []
+        self._gave_up = asyncio.get_running_loop().create_future()
+        call = stub.Generate(metadata=rpc.metadata())
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._read(call))
+                group.create_task(self._write(call))
+                group.create_task(self._write_cancels(stub))
+                group.create_task(self._watch(stub, status.instance_id))
+                group.create_task(_wait(self._gave_up))
+                self._stub = stub
+                self._router.connected(self._address, status, time.monotonic())
+                log.info("engine reached", engine=self._address, version=status.policy_version)
+                self._fleet.wake()
+        finally:
+            call.cancel()
+
+    async def _read(self, call: Any) -> None:
+        async for message in call:
+            now = time.monotonic()
+            for chunk in message.chunks:
+                self._router.receive(self._address, chunk, now)
+            self._fleet.wake()
+        raise EngineFailed("the engine ended the stream")
+
+    async def _write(self, call: Any) -> None:
+        while True:
+            await self._outbox_filled.wait()
+            self._outbox_filled.clear()
+            generations, self._outbox = self._outbox, []
+            for batch in batches(generations):
+                try:
+                    await call.write(engine_pb2.EngineServiceGenerateRequest(generations=batch))
+                except asyncio.InvalidStateError:
+                    raise EngineFailed("the engine ended the stream") from None
+
+    async def _write_cancels(self, stub: Any) -> None:
+        while True:
+            await self._cancels_filled.wait()
+            self._cancels_filled.clear()
+            wire_ids, self._cancels = self._cancels, []
+            if wire_ids:
+                request = engine_pb2.EngineServiceCancelRequest(request_ids=wire_ids)
+                await rpc.call(stub.Cancel, request, timeout=self._config.health_timeout_seconds, retry=False)
+
+    async def _watch(self, stub: Any, instance_id: str) -> None:
+        """Notice an engine that hangs, restarts or changes, and cancel again what it may have missed."""
+        while True:
+            await asyncio.sleep(self._config.health_seconds)
+            updates = self._updates
+            status = await self._status(stub)
+            if status.instance_id != instance_id:
+                raise EngineFailed("the engine was restarted")
+            if not self._updating and updates == self._updates:
+                self._router.reported(self._address, status, time.monotonic())
+                self._fleet.wake()
+            if missed := self._router.unconfirmed_cancels(self._address):
+                self.cancel(missed)
+
+    async def _status(self, stub: Any) -> engine_pb2.EngineServiceGetStatusResponse:
+        timeout = self._config.health_timeout_seconds
+        return await rpc.call(stub.GetStatus, engine_pb2.EngineServiceGetStatusRequest(), timeout=timeout, retry=False)
+
+
+async def _wait(future: "asyncio.Future[None]") -> None:
+    await future
+
+
+def batches(messages: Iterable[M], limit_bytes: int = rpc.CHUNK_BYTES) -> Iterator[list[M]]:
+    """Split messages, in order, into lists of about `limit_bytes` at most; a larger message is a list of its own."""
+    batch: list[M] = []
+    size = 0
+    for message in messages:
+        message_size = message.ByteSize()
+        if batch and size + message_size > limit_bytes:
+            yield batch
+            batch, size = [], 0
+        batch.append(message)
+        size += message_size
+    if batch:
+        yield batch
+
+
+def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from _leaves(error)
+        else:
+            yield error
+
+
+def _describe(failure: BaseException) -> str:
+    if isinstance(failure, aio.AioRpcError):
+        failure = from_rpc(failure)
+    if isinstance(failure, FarmError):
+        return failure.problem.rstrip(".")
+    return str(failure)

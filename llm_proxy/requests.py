@@ -1,0 +1,191 @@
+"""One open request: what was asked, what engines have generated for it so far, and what is left to ask the next one.
+
+Invariant: token ids, log-probabilities and version spans always describe the same tokens, in order, whichever engines
+they came from; nothing is ever generated twice or re-tokenised.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Protocol
+
+from google.protobuf import duration_pb2
+
+from rollfarm.tokens import append_spans, token_count
+from rollfarm.v1 import engine_pb2, llm_proxy_pb2, trajectory_pb2
+
+STOP = trajectory_pb2.FINISH_REASON_STOP
+LENGTH = trajectory_pb2.FINISH_REASON_LENGTH
+ABORT = trajectory_pb2.FINISH_REASON_ABORT
+
+FinishReason = trajectory_pb2.FinishReason
+
+_SEED_RANGE = 2**63
+
+
+class EngineMisbehaved(Exception):
+    """An engine broke its contract; its stream cannot be trusted any further."""
+
+
+class Waiter(Protocol):
+    """Who is to be told a result."""
+
+    def answer(self, result: llm_proxy_pb2.GenerationResult) -> None: ...
+
+
+class Place(Enum):
+    """Where a request is."""
+
+    PARKED = auto()
+    """It waits for a version."""
+
+    QUEUED = auto()
+    """It waits for a slot."""
+
+    RUNNING = auto()
+    """An engine has it."""
+
+    DONE = auto()
+    """Answered or withdrawn."""
+
+
+@dataclass(slots=True, eq=False)
+class OpenRequest:
+    """A request from its arrival to its answer."""
+
+    asked: llm_proxy_pb2.ProxiedGeneration
+    arrival: int
+    """Position among all requests; breaks ties."""
+
+    waiters: list[Waiter]
+    since: float
+    """When it came to its place, seconds."""
+
+    place: Place = Place.DONE
+    engine_id: str = ""
+    """The engine that has it, or had it last."""
+
+    wire_id: str = ""
+    """Its id at that engine."""
+
+    attempts: int = 0
+    """Engines that it was given to."""
+
+    fruitless_attempts: int = 0
+    """The latest attempts that failed and added no token."""
+
+    queue_seconds: float = 0.0
+    generate_seconds: float = 0.0
+    token_ids: bytearray = field(default_factory=bytearray)
+    logprobs: bytearray = field(default_factory=bytearray)
+    spans: list[trajectory_pb2.VersionSpan] = field(default_factory=list[trajectory_pb2.VersionSpan])
+    top: llm_proxy_pb2.GenerationResult | None = None
+    """Holds top_logprobs where they were asked for."""
+
+    @property
+    def request_id(self) -> str:
+        return self.asked.generation.request_id
+
+    @property
+    def order(self) -> tuple[int, bool, int]:
+        """Least goes first: oldest version, then what was begun, then arrival."""
+        return self.asked.priority, not self.attempts, self.arrival
+
+    @property
+    def made(self) -> int:
+        """Tokens generated so far."""
+        return len(self.token_ids) // 4
+
+    @property
+    def outstanding(self) -> int:
+        """Tokens that its next engine may have to work on: prompt, tokens so far and tokens to come."""
+        return token_count(self.asked.generation.prompt_token_ids) + self.asked.generation.sampling.max_tokens
+
+    def append(self, chunk: engine_pb2.GenerationChunk) -> None:
+        """Take the chunk's tokens. Raises EngineMisbehaved, and then takes none."""
+        count = token_count(chunk.token_ids)
+        stamped = sum(span.token_count for span in chunk.version_spans)
+        if not (len(chunk.token_ids) == len(chunk.logprobs) == 4 * count and stamped == count):
+            raise EngineMisbehaved(
+                f"A chunk has {len(chunk.token_ids)} bytes of ids, {len(chunk.logprobs)} of log-probabilities and "
+                f"versions for {stamped} tokens."
+            )
+        self.token_ids += chunk.token_ids
+        self.logprobs += chunk.logprobs
+        append_spans(self.spans, chunk.version_spans)
+        if chunk.HasField("top_logprobs"):
+            self._append_top(chunk.top_logprobs)
+
+    def _append_top(self, more: trajectory_pb2.TopLogprobs) -> None:
+        if self.top is None:
+            self.top = llm_proxy_pb2.GenerationResult()
+        top = self.top.top_logprobs
+        top.width = more.width
+        top.token_ids += more.token_ids
+        top.logprobs += more.logprobs
+
+    def broke_exact_version(self) -> bool:
+        """Whether a token came from another version than the one that was demanded."""
+        return self.asked.HasField("exact_version") and any(
+            span.policy_version != self.asked.exact_version for span in self.spans
+        )
+
+    def completed(self, context_tokens: int) -> "FinishReason.ValueType | None":
+        """Why there is nothing left to generate, or None. A context of 0 tokens is unknown."""
+        asked = self.asked.generation
+        if self.token_ids:
+            last = int.from_bytes(self.token_ids[-4:], "little", signed=True)
+            if last in asked.sampling.stop_token_ids:
+                return STOP
+        length = token_count(asked.prompt_token_ids) + self.made
+        if self.made >= asked.sampling.max_tokens or 0 < context_tokens <= length:
+            return LENGTH
+        return None
+
+    def continuation(self, wire_id: str) -> engine_pb2.Generation:
+        """What the next engine is asked: the prompt with the tokens so far, for the tokens that are left.
+
+        A seed moves on by the tokens so far, so that a resumed generation does not draw the same random numbers
+        twice; it is reproducible given where it was cut, and not equal to the uncut one.
+        """
+        asked = self.asked.generation
+        if not self.token_ids and wire_id == asked.request_id:
+            return asked
+        generation = engine_pb2.Generation()
+        generation.CopyFrom(asked)
+        generation.request_id = wire_id
+        generation.prompt_token_ids = asked.prompt_token_ids + bytes(self.token_ids)
+        generation.sampling.max_tokens -= self.made
+        if generation.sampling.HasField("seed"):
+            generation.sampling.seed = (generation.sampling.seed + self.made) % _SEED_RANGE
+        return generation
+
+    def leave_place(self, now: float) -> None:
+        """Account for the time spent where it is."""
+        spent = max(0.0, now - self.since)
+        if self.place is Place.RUNNING:
+            self.generate_seconds += spent
+        else:
+            self.queue_seconds += spent
+        self.since = now
+
+    def result(self, reason: "FinishReason.ValueType") -> llm_proxy_pb2.GenerationResult:
+        """The answer."""
+        result = llm_proxy_pb2.GenerationResult(
+            request_id=self.request_id,
+            token_ids=bytes(self.token_ids),
+            logprobs=bytes(self.logprobs),
+            version_spans=self.spans,
+            finish_reason=reason,
+            engine_id=self.engine_id,
+            queue_duration=_duration(self.queue_seconds),
+            generate_duration=_duration(self.generate_seconds),
+            resumption_count=max(0, self.attempts - 1),
+        )
+        if self.top is not None:
+            result.top_logprobs.CopyFrom(self.top.top_logprobs)
+        return result
+
+
+def _duration(seconds: float) -> duration_pb2.Duration:
+    whole = int(seconds)
+    return duration_pb2.Duration(seconds=whole, nanos=int((seconds - whole) * 1e9))

@@ -1,0 +1,198 @@
+"""LlmProxyService over the fleet: decode, make one transition, wake the fleet, encode.
+
+A GenerateMany stream costs two tasks however many requests are open on it; results that are ready in one loop turn
+travel in one message.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from grpc import aio
+
+from llm_proxy.engines import Fleet, batches
+from llm_proxy.routing import EngineState, refusal
+from llm_proxy.validation import check
+from llm_proxy.weights import WeightUpdates
+from rollfarm.errors import FarmError, InvalidArgument, from_failure
+from rollfarm.service import poll_seconds
+from rollfarm.v1 import llm_proxy_pb2, llm_proxy_pb2_grpc
+
+SERVICE = llm_proxy_pb2.DESCRIPTOR.services_by_name["LlmProxyService"].full_name
+
+Context = aio.ServicerContext[Any, Any]
+Result = llm_proxy_pb2.GenerationResult
+
+
+class Once:
+    """Waits for the one result of a unary call."""
+
+    def __init__(self) -> None:
+        self.result: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+
+    def answer(self, result: Result) -> None:
+        if not self.result.done():
+            self.result.set_result(result)
+
+
+class Stream:
+    """Waits for the results of one GenerateMany call."""
+
+    def __init__(self) -> None:
+        self.open: set[str] = set()
+        """Requests that it still waits for."""
+
+        self.is_complete = False
+        """The caller will add no more."""
+
+        self._ready: list[Result] = []
+        self._woken = asyncio.Event()
+
+    def answer(self, result: Result) -> None:
+        self.open.discard(result.request_id)
+        self._ready.append(result)
+        self._woken.set()
+
+    def refuse(self, result: Result) -> None:
+        """Answer a request that was never opened; an open one of the same id is another matter."""
+        self._ready.append(result)
+        self._woken.set()
+
+    def complete(self) -> None:
+        self.is_complete = True
+        self._woken.set()
+
+    async def ready(self) -> list[Result]:
+        """Results since the last call, once there is one; none when the last was given."""
+        while not self._ready and not (self.is_complete and not self.open):
+            self._woken.clear()
+            await self._woken.wait()
+        ready, self._ready = self._ready, []
+        return ready
+
+
+class LlmProxyServicer(llm_proxy_pb2_grpc.LlmProxyServiceServicer):
+    """gRPC to transitions and back."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._router = fleet.router
+        self._weights = WeightUpdates(fleet)
+
+    async def Generate(self, request: llm_proxy_pb2.GenerateRequest, context: Context) -> Any:
+        once = Once()
+        self._submit(request.generation, once)
+        self._fleet.wake()
+        try:
+            result = await once.result
+        finally:
+            self._router.withdraw(request.generation.generation.request_id, once, time.monotonic())
+            self._fleet.wake()
+        if result.HasField("failure"):
+            raise from_failure(result.failure)
+        return llm_proxy_pb2.GenerateResponse(result=result)
+
+    async def GenerateMany(self, request_iterator: AsyncIterator[Any], context: Context) -> AsyncIterator[Any]:
+        stream = Stream()
+        reading = asyncio.create_task(self._read(request_iterator, stream))
+        try:
+            while ready := await stream.ready():
+                for batch in batches(ready):
+                    yield llm_proxy_pb2.GenerateManyResponse(results=batch)
+            await reading
+        finally:
+            reading.cancel()
+            now = time.monotonic()
+            for request_id in list(stream.open):
+                self._router.withdraw(request_id, stream, now)
+            self._fleet.wake()
+
+    async def Cancel(self, request: llm_proxy_pb2.CancelRequest, context: Context) -> Any:
+        now = time.monotonic()
+        for request_id in request.request_ids:
+            self._router.cancel(request_id, now)
+        self._fleet.wake()
+        return llm_proxy_pb2.CancelResponse()
+
+    async def AttachEngine(self, request: llm_proxy_pb2.AttachEngineRequest, context: Context) -> Any:
+        host, _, port = request.address.rpartition(":")
+        if not host or not port.isdigit():
+            raise InvalidArgument(f"{request.address!r} is not host:port.", address=request.address)
+        return llm_proxy_pb2.AttachEngineResponse(engine_id=self._fleet.attach(request.address))
+
+    async def DetachEngine(self, request: llm_proxy_pb2.DetachEngineRequest, context: Context) -> Any:
+        self._fleet.detach(request.engine_id)
+        return llm_proxy_pb2.DetachEngineResponse()
+
+    async def ListEngines(self, request: llm_proxy_pb2.ListEnginesRequest, context: Context) -> Any:
+        if request.HasField("after_revision"):
+            # Unequal, not greater: a revision from before a restart of llm_proxy is never waited for.
+            await self._fleet.changed.first(
+                lambda: True if self._router.revision != request.after_revision else None, poll_seconds(context)
+            )
+        return llm_proxy_pb2.ListEnginesResponse(
+            engines=[_engine(engine) for engine in self._router.engines],
+            revision=self._router.revision,
+            policy_version=self._router.policy_version,
+        )
+
+    async def BeginWeightUpdate(self, request: llm_proxy_pb2.BeginWeightUpdateRequest, context: Context) -> Any:
+        return await self._weights.begin(request)
+
+    async def CommitWeightUpdate(self, request: llm_proxy_pb2.CommitWeightUpdateRequest, context: Context) -> Any:
+        return await self._weights.commit(request)
+
+    async def AbortWeightUpdate(self, request: llm_proxy_pb2.AbortWeightUpdateRequest, context: Context) -> Any:
+        await self._weights.abort(request.policy_version)
+        return llm_proxy_pb2.AbortWeightUpdateResponse()
+
+    async def GetStatus(self, request: llm_proxy_pb2.LlmProxyServiceGetStatusRequest, context: Context) -> Any:
+        router = self._router
+        return llm_proxy_pb2.LlmProxyServiceGetStatusResponse(
+            queued_count=router.waiting_count,
+            running_count=router.running_count,
+            engines=[_engine(engine) for engine in router.engines],
+            policy_version=router.policy_version,
+            generated_token_count=router.generated_count,
+            finished_count=router.finished_count,
+            gate_closed=router.gate_closed,
+            resumption_count=router.resumption_count,
+        )
+
+    async def _read(self, request_iterator: AsyncIterator[Any], stream: Stream) -> None:
+        try:
+            async for message in request_iterator:
+                for asked in message.generations:
+                    self._submit_one(asked, stream)
+                self._fleet.wake()
+        finally:
+            stream.complete()
+
+    def _submit_one(self, asked: llm_proxy_pb2.ProxiedGeneration, stream: Stream) -> None:
+        request_id = asked.generation.request_id
+        try:
+            self._submit(asked, stream)
+            stream.open.add(request_id)
+        except FarmError as error:
+            stream.refuse(refusal(request_id, error))
+
+    def _submit(self, asked: llm_proxy_pb2.ProxiedGeneration, waiter: Once | Stream) -> None:
+        router = self._router
+        check(asked, context_tokens=router.context_tokens, vocabulary_size=router.vocabulary_size)
+        router.submit(asked, waiter, time.monotonic())
+
+
+def _engine(engine: EngineState) -> llm_proxy_pb2.Engine:
+    return llm_proxy_pb2.Engine(
+        engine_id=engine.engine_id,
+        address=engine.address,
+        instance_id=engine.status.instance_id,
+        state=engine.state,
+        policy_version=engine.version,
+        slot_count=engine.status.slot_count,
+        running_count=len(engine.attempts),
+        generated_token_count=engine.generated,
+        adapter=engine.status.adapter,
+        detail=engine.detail,
+    )

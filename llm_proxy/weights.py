@@ -1,0 +1,228 @@
+"""New weights: received by the engines while they generate, then put to use by all in one short pause.
+
+Begin stages the version on each engine by itself; Commit closes the gate, applies on every engine that holds it, and
+opens the gate. Invariant: the gate is open again whatever happens, and an engine is only said to serve a version once
+it has answered so itself. Commits are carried out one at a time, and to their end even when the caller has gone.
+"""
+
+import asyncio
+import contextvars
+import time
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+import structlog
+from google.protobuf import duration_pb2
+
+from llm_proxy.engines import Fleet
+from llm_proxy.routing import SERVING
+from rollfarm import rpc, telemetry
+from rollfarm.errors import (
+    DeadlineExceeded,
+    EngineFailed,
+    FarmError,
+    VersionOutOfOrder,
+    WeightsFailed,
+    WeightsNotStaged,
+    to_failure,
+)
+from rollfarm.v1 import engine_pb2, llm_proxy_pb2
+
+log = structlog.get_logger()
+
+T = TypeVar("T")
+
+_ANSWER_MARGIN_SECONDS = 0.25
+"""Left of the caller's deadline to answer with what became of each engine."""
+
+
+class WeightUpdates:
+    """Every weight update of one fleet."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._router = fleet.router
+        self._config = fleet.config
+        self._staged: dict[str, tuple[str, int]] = {}
+        """By engine: the instance and the version that it holds in memory."""
+
+        self._one_at_a_time = asyncio.Lock()
+        self._unfinished: set[asyncio.Task[Any]] = set()
+
+    async def begin(self, request: llm_proxy_pb2.BeginWeightUpdateRequest) -> llm_proxy_pb2.BeginWeightUpdateResponse:
+        """Stage the version on every engine named. Raises VersionOutOfOrder."""
+        self._check_order(request.policy_version)
+        results = await asyncio.gather(*(self._begin_one(request, transfer) for transfer in request.transfers))
+        return llm_proxy_pb2.BeginWeightUpdateResponse(results=results)
+
+    async def commit(
+        self, request: llm_proxy_pb2.CommitWeightUpdateRequest
+    ) -> llm_proxy_pb2.CommitWeightUpdateResponse:
+        """Put the staged version to use.
+
+        Raises WeightsNotStaged, VersionOutOfOrder, WeightsFailed and, where it cannot drain, DeadlineExceeded.
+        """
+        self._check_order(request.policy_version)
+        drain_seconds = rpc.remaining(self._config.drain_timeout_seconds) - _ANSWER_MARGIN_SECONDS
+        return await self._to_the_end(self._commit_alone(request, drain_seconds))
+
+    async def abort(self, policy_version: int) -> None:
+        """Forget a staged version everywhere; an engine that cannot be told forgets when it stages the next."""
+        await asyncio.gather(*(self._discard(engine_id, policy_version) for engine_id in self._holders(policy_version)))
+
+    # --- begin ---
+
+    async def _begin_one(
+        self, request: llm_proxy_pb2.BeginWeightUpdateRequest, transfer: llm_proxy_pb2.EngineTransfer
+    ) -> llm_proxy_pb2.EngineTransferResult:
+        began = time.monotonic()
+        try:
+            await self._stage(request, transfer)
+        except FarmError as error:
+            log.warning("engine did not take weights", engine=transfer.engine_id, cause=str(error))
+            return llm_proxy_pb2.EngineTransferResult(engine_id=transfer.engine_id, failure=to_failure(error))
+        seconds = round(time.monotonic() - began, 3)
+        log.debug("weights staged", engine=transfer.engine_id, version=request.policy_version, seconds=seconds)
+        return llm_proxy_pb2.EngineTransferResult(engine_id=transfer.engine_id)
+
+    async def _stage(
+        self, request: llm_proxy_pb2.BeginWeightUpdateRequest, transfer: llm_proxy_pb2.EngineTransfer
+    ) -> None:
+        engine_id, group = transfer.engine_id, transfer.group
+        connection = self._fleet.connection(engine_id)
+        connection.check_reached()
+        if (there := self._instance(engine_id)) != transfer.instance_id:
+            raise EngineFailed(
+                f"Instance {transfer.instance_id!r} of engine {engine_id} is gone; {there!r} runs in its place.",
+                engine_id=engine_id,
+                instance_id=there,
+            )
+        self._staged.pop(engine_id, None)
+        if transfer.join:
+            join = engine_pb2.JoinWeightsRequest(group=group)
+            await connection.ask("JoinWeights", join, timeout=_within(self._config.join_timeout_seconds))
+        stage = engine_pb2.StageWeightsRequest(
+            group_name=group.group_name,
+            policy_version=request.policy_version,
+            tensors=request.tensors,
+            bucket_size_bytes=request.bucket_size_bytes,
+        )
+        await connection.ask("StageWeights", stage, timeout=_within(self._config.stage_timeout_seconds))
+        self._staged[engine_id] = (transfer.instance_id, request.policy_version)
+
+    # --- commit ---
+
+    async def _commit_alone(
+        self, request: llm_proxy_pb2.CommitWeightUpdateRequest, drain_seconds: float
+    ) -> llm_proxy_pb2.CommitWeightUpdateResponse:
+        async with self._one_at_a_time:
+            version = request.policy_version
+            self._check_order(version)
+            holders = self._holders(version)
+            if holders:
+                return await self._commit(version, request.mode or engine_pb2.UPDATE_MODE_KEEP, holders, drain_seconds)
+            if serving := self._serving(version):
+                return llm_proxy_pb2.CommitWeightUpdateResponse(engine_ids=serving)
+            raise WeightsNotStaged(f"No engine holds version {version}.", policy_version=version)
+
+    async def _commit(
+        self, version: int, mode: "engine_pb2.UpdateMode.ValueType", holders: list[str], drain_seconds: float
+    ) -> llm_proxy_pb2.CommitWeightUpdateResponse:
+        is_new = version > self._router.policy_version
+        if is_new:
+            self._router.close_gate()
+        try:
+            if mode == engine_pb2.UPDATE_MODE_DRAIN:
+                await self._drained(holders, drain_seconds)
+            applied = await asyncio.gather(*(self._apply(engine_id, version, mode) for engine_id in holders))
+            pauses = {engine_id: pause for engine_id, pause in zip(holders, applied, strict=True) if pause is not None}
+            self._router.served(list(pauses), version, time.monotonic())
+        finally:
+            if is_new:
+                self._router.open_gate()
+            self._fleet.wake()
+        if not pauses:
+            raise WeightsFailed(f"None of {len(holders)} engines applied version {version}.", policy_version=version)
+        longest = max(pauses.values(), key=lambda pause: pause.ToNanoseconds())
+        log.info("weights committed", version=version, engines=len(pauses), pause_s=longest.ToNanoseconds() / 1e9)
+        return llm_proxy_pb2.CommitWeightUpdateResponse(engine_ids=self._serving(version), pause_duration=longest)
+
+    async def _apply(
+        self, engine_id: str, version: int, mode: "engine_pb2.UpdateMode.ValueType"
+    ) -> duration_pb2.Duration | None:
+        """How long the engine stood still, or None where it failed: then it is looked at anew before it serves."""
+        request = engine_pb2.ApplyWeightsRequest(policy_version=version, mode=mode)
+        timeout = self._config.apply_timeout_seconds
+        self._staged.pop(engine_id, None)
+        connection = self._fleet.find(engine_id)
+        if connection is None:
+            return None
+        with connection.updating():
+            try:
+                return (await connection.ask("ApplyWeights", request, timeout=timeout)).pause_duration
+            except WeightsNotStaged as error:
+                log.warning("engine lost its staged weights", engine=engine_id, cause=str(error))
+            except FarmError as error:
+                log.warning("engine did not apply weights", engine=engine_id, cause=str(error))
+                connection.give_up(f"it did not apply version {version}: {error.problem}")
+        return None
+
+    async def _drained(self, engine_ids: list[str], seconds: float) -> None:
+        engines = [engine for engine in self._router.engines if engine.engine_id in engine_ids]
+
+        def is_idle() -> bool | None:
+            return None if any(engine.attempts for engine in engines) else True
+
+        if not await self._fleet.progressed.first(is_idle, seconds):
+            busy = sum(len(engine.attempts) for engine in engines)
+            raise DeadlineExceeded(f"{busy} requests still run; the old weights keep serving.", running_count=busy)
+
+    async def _to_the_end(self, work: Coroutine[Any, Any, T]) -> T:
+        """Await `work`, which goes on when the caller is cancelled, and is not bound by the caller's deadline."""
+        context = contextvars.Context()
+        context.run(telemetry.trace_id.set, telemetry.trace_id.get())
+        task = asyncio.get_running_loop().create_task(work, context=context)
+        self._unfinished.add(task)
+        task.add_done_callback(self._ended)
+        return await asyncio.shield(task)
+
+    def _ended(self, task: "asyncio.Task[Any]") -> None:
+        self._unfinished.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.warning("commit failed", cause=str(error))
+
+    # --- abort and what is held ---
+
+    async def _discard(self, engine_id: str, policy_version: int) -> None:
+        del self._staged[engine_id]
+        request = engine_pb2.DiscardWeightsRequest(policy_version=policy_version)
+        connection = self._fleet.connection(engine_id)
+        try:
+            await connection.ask("DiscardWeights", request, timeout=self._config.health_timeout_seconds)
+        except FarmError as error:
+            log.warning("engine did not discard weights", engine=engine_id, cause=str(error))
+
+    def _holders(self, version: int) -> list[str]:
+        """Reachable engines with the version in memory. Those that were restarted or detached are forgotten."""
+        here = {engine.engine_id: engine.status.instance_id for engine in self._router.engines}
+        self._staged = {name: held for name, held in self._staged.items() if here.get(name) == held[0]}
+        return [engine_id for engine_id, held in self._staged.items() if held[1] == version]
+
+    def _instance(self, engine_id: str) -> str:
+        return self._router.engine(engine_id).status.instance_id
+
+    def _serving(self, version: int) -> list[str]:
+        engines = self._router.engines
+        return [engine.engine_id for engine in engines if engine.state == SERVING and engine.version == version]
+
+    def _check_order(self, version: int) -> None:
+        newest = self._router.policy_version
+        if version < newest:
+            raise VersionOutOfOrder(
+                f"Version {version} is older than {newest}, which is served.", version=version, newest_version=newest
+            )
+
+
+def _within(seconds: float) -> float:
+    """`seconds`, or what the caller's deadline leaves for an answer."""
+    return min(seconds, rpc.remaining(seconds + _ANSWER_MARGIN_SECONDS) - _ANSWER_MARGIN_SECONDS)
