@@ -1,0 +1,179 @@
+"""How far the run is: the one place that GetProgress, metrics.jsonl and /metrics read from.
+
+metrics.jsonl has a line for each step and each validation. A resumed run cuts it back to its checkpoint, so that no step
+is ever told twice.
+"""
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import prometheus_client
+from google.protobuf import duration_pb2
+
+from rollfarm.service import Changed
+from rollfarm.v1 import trainer_pb2
+
+STEPS = prometheus_client.Gauge("rollfarm_trainer_steps_count", "Steps done.")
+VERSION = prometheus_client.Gauge("rollfarm_trainer_policy_version", "The newest published version.")
+REWARD = prometheus_client.Gauge("rollfarm_trainer_mean_reward", "Mean reward of the last batch.")
+LAST = prometheus_client.Gauge("rollfarm_trainer_last_step_value", "What the last step measured, by name.", ["name"])
+VALIDATION = prometheus_client.Gauge("rollfarm_trainer_validation_mean_reward", "Mean reward of the last validation.")
+SECONDS = prometheus_client.Counter("rollfarm_trainer_step_seconds", "Where the time goes.", ["part"])
+TOKENS = prometheus_client.Counter("rollfarm_trainer_tokens_count", "Policy tokens trained on.")
+SKIPPED = prometheus_client.Counter("rollfarm_trainer_skipped_steps_count", "Steps that were not finite.")
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one step measured."""
+
+    step: int
+    mean_reward: float
+    metrics: Mapping[str, float]
+    wait_seconds: float
+    train_seconds: float
+    publish_seconds: float
+    policy_version: int
+
+    def to_proto(self) -> trainer_pb2.StepMetrics:
+        return trainer_pb2.StepMetrics(
+            step=self.step,
+            mean_reward=self.mean_reward,
+            metrics=self.metrics,
+            wait_duration=_duration(self.wait_seconds),
+            train_duration=_duration(self.train_seconds),
+            publish_duration=_duration(self.publish_seconds),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ValidationReport:
+    """What one validation measured."""
+
+    step_count: int
+    mean_reward: float
+    metrics: Mapping[str, float]
+    episode_count: int
+    policy_version: int
+
+    def to_proto(self) -> trainer_pb2.Validation:
+        return trainer_pb2.Validation(
+            step_count=self.step_count,
+            mean_reward=self.mean_reward,
+            metrics=self.metrics,
+            episode_count=self.episode_count,
+        )
+
+
+class Progress:
+    """The run so far. Every change wakes `changed`."""
+
+    def __init__(self, run_id: str, total_steps: int, file: Path) -> None:
+        self.run_id = run_id
+        self.total_steps = total_steps
+        self.phase = trainer_pb2.PHASE_LOADING
+        self.step_count = 0
+        self.policy_version = 0
+        self.checkpoint_path = ""
+        self.steps: list[StepReport] = []
+        self.validations: list[ValidationReport] = []
+        self.changed = Changed()
+        self._file = file
+
+    def resume(self, step_count: int) -> None:
+        """Take up what metrics.jsonl tells of the first `step_count` steps, and cut the rest off."""
+        self.step_count = step_count
+        self.steps, self.validations = [], []
+        for line in self._lines():
+            kind, fields = line.pop("kind", ""), {key: value for key, value in line.items() if key != "time"}
+            if kind == "step" and fields["step"] < step_count:
+                self.steps.append(StepReport(**fields))
+            elif kind == "validation" and fields["step_count"] <= step_count:
+                self.validations.append(ValidationReport(**fields))
+        self._rewrite()
+        self.changed.notify()
+
+    def enter(self, phase: trainer_pb2.Phase) -> None:
+        self.phase = phase
+        self.changed.notify()
+
+    def published(self, version: int) -> None:
+        self.policy_version = version
+        VERSION.set(version)
+        self.changed.notify()
+
+    def stepped(self, report: StepReport) -> None:
+        self.steps.append(report)
+        self.step_count = report.step + 1
+        self._append("step", report)
+        STEPS.set(self.step_count)
+        REWARD.set(report.mean_reward)
+        for name, value in report.metrics.items():
+            LAST.labels(name).set(value)
+        for part in ("wait", "train", "publish"):
+            SECONDS.labels(part).inc(getattr(report, f"{part}_seconds"))
+        TOKENS.inc(report.metrics.get("tokens", 0.0))
+        SKIPPED.inc(report.metrics.get("skipped", 0.0))
+        self.changed.notify()
+
+    def validated(self, report: ValidationReport) -> None:
+        self.validations.append(report)
+        self._append("validation", report)
+        VALIDATION.set(report.mean_reward)
+        self.changed.notify()
+
+    def has_validation(self, step_count: int) -> bool:
+        """Whether a validation was measured after that many steps."""
+        return any(report.step_count == step_count for report in self.validations)
+
+    def to_proto(self, from_step: int | None) -> trainer_pb2.GetProgressResponse:
+        steps = self.steps[-1:] if from_step is None else [each for each in self.steps if each.step >= from_step]
+        return trainer_pb2.GetProgressResponse(
+            run_id=self.run_id,
+            phase=self.phase,
+            step_count=self.step_count,
+            total_step_count=self.total_steps,
+            policy_version=self.policy_version,
+            steps=[each.to_proto() for each in steps],
+            validations=[each.to_proto() for each in self.validations],
+            checkpoint_path=self.checkpoint_path,
+        )
+
+    def _lines(self) -> list[dict[str, Any]]:
+        lines: list[dict[str, Any]] = []
+        if self._file.is_file():
+            for text in self._file.read_text().splitlines():
+                try:
+                    lines.append(json.loads(text))
+                except ValueError:
+                    break  # A crash cut the last line short.
+        return lines
+
+    def _rewrite(self) -> None:
+        kept = [*(("step", each) for each in self.steps), *(("validation", each) for each in self.validations)]
+        kept.sort(
+            key=lambda item: (item[1].step_count, 0) if isinstance(item[1], ValidationReport) else (item[1].step, 1)
+        )
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        partial = self._file.with_suffix(".partial")
+        partial.write_text("".join(_line(kind, report) for kind, report in kept))
+        partial.replace(self._file)
+
+    def _append(self, kind: str, report: StepReport | ValidationReport) -> None:
+        with self._file.open("a") as file:
+            file.write(_line(kind, report))
+
+
+def _line(kind: str, report: StepReport | ValidationReport) -> str:
+    fields = {name: getattr(report, name) for name in report.__dataclass_fields__}
+    return json.dumps({"kind": kind, **fields, "time": round(time.time(), 3)}) + "\n"
+
+
+def _duration(seconds: float) -> duration_pb2.Duration:
+    duration = duration_pb2.Duration()
+    duration.FromNanoseconds(round(seconds * 1e9))
+    return duration
