@@ -128,8 +128,8 @@ def phase_text(picture: Picture) -> str:
     return PHASES.get(picture.phase, "busy")
 
 
-def flow(picture: Picture) -> list[tuple[str, str]]:
-    """What moves through the farm, as names and values."""
+def flow(picture: Picture, *, rates: bool = True) -> list[tuple[str, str]]:
+    """What moves through the farm, as names and values; a single look knows no `rates`."""
     rows: list[tuple[str, str]] = []
     if (buffer := picture.buffer) is not None:
         episodes = buffer.episode_counts
@@ -143,9 +143,10 @@ def flow(picture: Picture) -> list[tuple[str, str]]:
         ]
     if (proxy := picture.proxy) is not None:
         gate = ", gate closed" if proxy.gate_closed else ""
+        speed = f"{number_text(picture.tokens.per_second())}/s, " if rates else ""
         rows += [
             ("generations", f"{proxy.queued_count} queued, {proxy.running_count} running{gate}"),
-            ("tokens", f"{number_text(picture.tokens.per_second())}/s, {number_text(picture.tokens.total)} so far"),
+            ("tokens", f"{speed}{number_text(picture.tokens.total)} so far"),
         ]
     return rows or [("", "the services are starting")]
 

@@ -39,7 +39,7 @@ def refuse_finished(farm: FarmRoot) -> None:
 
 def refuse_taken(ports: Iterable[tuple[int, str]], base_port: int) -> None:
     """Raise PortsInUse when any port cannot be listened on."""
-    taken = [(port, name) for port, name in ports if not _is_free(port)]
+    taken = [(port, name) for port, name in ports if not is_free(port)]
     if taken:
         named = ", ".join(f"{port} ({name})" for port, name in taken)
         noun = "Ports" if len(taken) > 1 else "Port"
@@ -103,7 +103,8 @@ def _empty(run: Path) -> None:
             path.unlink()
 
 
-def _is_free(port: int) -> bool:
+def is_free(port: int) -> bool:
+    """Whether a server could listen on the port."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -1,0 +1,109 @@
+"""`rollfarm status`: one look at a running farm, asked of the services themselves."""
+
+import argparse
+import asyncio
+import sys
+import tomllib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from rollfarm.v1 import llm_proxy_pb2
+
+DEFAULT_BASE_PORT = 7700
+MOST_OF_A_KIND = 10
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the table; 1 when nothing answers."""
+    parser = argparse.ArgumentParser(prog="rollfarm status", description="One look at a running farm.")
+    parser.add_argument("config", nargs="?", type=Path, help="the farm's TOML file, for its ports")
+    parser.add_argument("--base-port", type=int, help=f"the farm's up.base_port (default {DEFAULT_BASE_PORT})")
+    chosen = parser.parse_args(argv)
+    try:
+        base_port = chosen.base_port or base_port_of(chosen.config)
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        print(f"rollfarm status: {chosen.config}: {error}. Give a farm's TOML file.", file=sys.stderr)
+        return 2
+    return asyncio.run(_status(base_port))
+
+
+def base_port_of(config: Path | None) -> int:
+    """up.base_port of a farm's file. Raises OSError and TOMLDecodeError."""
+    if config is None:
+        return DEFAULT_BASE_PORT
+    return tomllib.loads(config.read_text()).get("up", {}).get("base_port", DEFAULT_BASE_PORT)
+
+
+async def _status(base_port: int) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    from rollfarm.rpc import is_serving
+    from rollfarm.up.console import flow, phase_text
+    from rollfarm.up.farm import Addresses
+    from rollfarm.up.watch import Watcher
+
+    addresses = Addresses.of(base_port, engines=MOST_OF_A_KIND, env_managers=MOST_OF_A_KIND)
+    async with Watcher(addresses) as watcher:
+        *serving, _ = await asyncio.gather(
+            *(is_serving(address, timeout=2.0) for address in addresses.named().values()), watcher.look()
+        )
+    picture = watcher.picture
+    up = dict(zip(addresses.named(), serving, strict=True))
+    console = Console(highlight=False)
+    if not any(up.values()):
+        console.print(
+            f"No service answers on ports {base_port + 1} to {base_port + 29}. Start one with `rollfarm up`, or give "
+            "its --base-port."
+        )
+        return 1
+
+    services = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name in ("service", "address", "state"):
+        services.add_column(name)
+    for name, address in addresses.named().items():
+        alone = not name.rpartition("-")[2].isdigit()
+        if up[name] or alone or name.endswith("-0"):
+            services.add_row(name, address, "[green]serving[/]" if up[name] else "[bold red]no answer[/]")
+    console.print(services)
+    if picture.proxy is not None:
+        console.print()
+        console.print(_engines(picture.proxy.engines))
+    console.print()
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="dim")
+    if picture.progress is not None:
+        total = picture.progress.total_step_count or "∞"
+        facts.add_row("run", picture.progress.run_id)
+        facts.add_row("trainer", f"{phase_text(picture)}, step {picture.progress.step_count} of {total}")
+    for name, value in flow(picture, rates=False):
+        facts.add_row(name, value)
+    console.print(facts)
+    return 0
+
+
+def _engines(engines: "Iterable[llm_proxy_pb2.Engine]") -> "Table":
+    from rich.table import Table
+
+    from rollfarm.v1 import llm_proxy_pb2
+
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name in ("engine", "adapter", "address", "state", "version", "slots", "running", "tokens"):
+        table.add_column(name, justify="right" if name in ("version", "slots", "running", "tokens") else "left")
+    for engine in engines:
+        state = llm_proxy_pb2.Engine.State.Name(engine.state).removeprefix("STATE_").lower()
+        table.add_row(
+            engine.engine_id,
+            engine.adapter,
+            engine.address,
+            f"{state} {engine.detail}".strip(),
+            str(engine.policy_version),
+            str(engine.slot_count),
+            str(engine.running_count),
+            str(engine.generated_token_count),
+        )
+    return table
