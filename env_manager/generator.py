@@ -21,7 +21,7 @@ from rollfarm.v1 import llm_proxy_pb2
 log = structlog.get_logger()
 
 CANCEL_SECONDS = 5.0
-"""How long llm_proxy may take to acknowledge a cancellation. It is not needed for correctness: the slot is freed late."""
+"""How long llm_proxy may take to acknowledge a cancellation. Without it the slot is freed late, and no more."""
 
 BROKEN = {
     grpc.StatusCode.UNAVAILABLE,
@@ -122,16 +122,13 @@ class Generator:
                 await call.write(llm_proxy_pb2.GenerateManyRequest(generations=wanted))
 
     async def _receive(self, call: Any) -> None:
-        while (response := await call.read()) is not aio.EOF:
+        async for response in call:
             self._backoff = rpc.FIRST_RETRY_SECONDS
             for result in response.results:
                 # A result of a request that was cancelled, or answered before, has nobody waiting.
                 waiting = self._open.pop(result.request_id, None)
                 if waiting is not None and not waiting.result.done():
                     waiting.result.set_result(result)
-        status = await call.code()
-        if status not in BROKEN and status is not grpc.StatusCode.OK:
-            raise FarmError(f"llm_proxy refused the stream: {status.name} {await call.details()}.", status=status.name)
         raise _StreamEnded
 
     async def _cancel(self) -> None:

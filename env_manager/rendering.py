@@ -52,7 +52,7 @@ class Tokenizer(Protocol):
 class Span:
     """Tokens that the policy did not write."""
 
-    author: trajectory_pb2.Author
+    author: "trajectory_pb2.Author.ValueType"
     """AUTHOR_SYSTEM or AUTHOR_ENVIRONMENT."""
 
     token_ids: bytes
@@ -151,5 +151,5 @@ class Renderer:
         return self._tokenizer.decode(tokens.unpack_ids(token_ids).tolist(), skip_special_tokens=True)
 
     @staticmethod
-    def _span(author: trajectory_pb2.Author, ids: Sequence[int], text: str) -> Span:
+    def _span(author: "trajectory_pb2.Author.ValueType", ids: Sequence[int], text: str) -> Span:
         return Span(author, tokens.pack_ids(ids), text)

@@ -1,7 +1,7 @@
 """Cross a frozen lake, from the top left to the bottom right, without falling into a hole.
 
-Each turn shows where the policy stands and what lies beside it, "at 0 2 left ice down ice right hole up wall", and takes
-one word: left, down, right or up. The map comes from the task's seed, and the goal can always be reached.
+Each turn shows where the policy stands and what lies beside it, "at 0 2 left ice down ice right hole up wall", and
+takes one word: left, down, right or up. The map comes from the task's seed, and the goal can always be reached.
 
 Reward. Let d be the steps that a shortest way still takes, and D what it took at the start. A move pays
 0.5 * (d before - d after) / D, signed, so that wandering pays nothing and going back costs what it earned; a fall gives
@@ -109,8 +109,7 @@ class FrozenLake(Solvable):
         """How much of the way is done: 0 at the start and in a hole, 1 at the goal, below 0 farther away."""
         if self._at in self._hole_cells:
             return 0.0
-        # On ice that no way to the goal crosses, it is as far as any cell can be.
-        return 1 - self._distance.get(self._at, self._size**2) / self._distance[(0, 0)]
+        return 1 - self._distance[self._at] / self._distance[(0, 0)]
 
     def _look(self) -> str:
         around = " ".join(f"{word} {self._kind(self._beside(word))}" for word in MOVES)
