@@ -132,7 +132,7 @@ async def serve(
     service down with it; the orchestrator restarts it and the leases that it held expire. A loop that returns is done.
     Raises PortInUse.
     """
-    stop = stop or _stop_on_signal()
+    stop = stop or stop_on_signal()
     server = aio.server(interceptors=[ErrorInterceptor()], options=_SERVER_OPTIONS)
     register(server)
     checks = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
@@ -177,7 +177,8 @@ def run(main: Callable[[], Awaitable[None]]) -> NoReturn:
     raise SystemExit(0)
 
 
-def _stop_on_signal() -> asyncio.Event:
+def stop_on_signal() -> asyncio.Event:
+    """Set at SIGTERM or SIGINT, and when the supervisor is gone. For a service with work to finish before it drains."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
