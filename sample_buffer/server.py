@@ -1,0 +1,185 @@
+"""Adapts gRPC to the ledger: each handler decodes, makes one transition, waits until it is durable, encodes."""
+
+import secrets
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import structlog
+from grpc import aio
+
+from rollfarm.service import poll_seconds
+from rollfarm.v1 import sample_buffer_pb2 as pb
+from rollfarm.v1 import sample_buffer_pb2_grpc
+from sample_buffer import views, wire
+from sample_buffer.ledger import Ledger
+from sample_buffer.state import Batch, Lease
+
+log = structlog.get_logger()
+
+SERVICE = pb.DESCRIPTOR.services_by_name["SampleBufferService"].full_name
+
+Context = aio.ServicerContext[Any, Any]
+
+
+class SampleBuffer(sample_buffer_pb2_grpc.SampleBufferServiceServicer):
+    """The service."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+
+    def register(self, server: aio.Server) -> None:
+        """Serve. LeaseBatch gets a handler of its own, which hands out bytes that are serialised already.
+
+        Among generic handlers the first of a name wins, and among registered ones the last.
+        """
+        lease_batch = grpc.unary_stream_rpc_method_handler(
+            self.LeaseBatch, request_deserializer=pb.LeaseBatchRequest.FromString, response_serializer=bytes
+        )
+        handlers = {"LeaseBatch": lease_batch}
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+        sample_buffer_pb2_grpc.add_SampleBufferServiceServicer_to_server(self, server)
+        server.add_registered_method_handlers(SERVICE, handlers)  # pyright: ignore[reportAttributeAccessIssue]
+
+    async def ConfigureRun(self, request: pb.ConfigureRunRequest, context: Context) -> pb.ConfigureRunResponse:
+        now = self._ledger.now()
+        created, groups = self._ledger.execute(
+            lambda runs: runs.configure(request.request_id, request.spec, secrets.token_hex(4), now)
+        )
+        state = groups.state
+        answer = pb.ConfigureRunResponse(
+            created=created,
+            policy_version=state.version,
+            next_commit_step=state.next_commit_step,
+            next_batch_step=state.next_batch_step,
+            next_group_index=state.next_group,
+        )
+        await self._ledger.durable()
+        log.info("run configured", run_id=state.run_id, created=created, policy_version=state.version)
+        return answer
+
+    async def LeaseEpisodes(self, request: pb.LeaseEpisodesRequest, context: Context) -> pb.LeaseEpisodesResponse:
+        leases = await self._ledger.changed.first(lambda: self._lease(request), poll_seconds(context))
+        if leases is None:
+            return pb.LeaseEpisodesResponse()
+        answer = pb.LeaseEpisodesResponse(leases=leases)
+        await self._ledger.durable()
+        return answer
+
+    def _lease(self, request: pb.LeaseEpisodesRequest) -> list[pb.EpisodeLease] | None:
+        ledger = self._ledger
+        if not ledger.runs.current:
+            return None
+        groups = ledger.runs.run("")
+        leases: list[Lease] = ledger.execute(
+            lambda runs: runs.run("").lease(
+                request.request_id, request.worker_id, request.max_leases, request.environments, ledger.now()
+            )
+        )
+        return [views.episode_lease(groups, lease) for lease in leases] or None
+
+    async def Heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> pb.HeartbeatResponse:
+        now = self._ledger.now()
+        cancelled = self._ledger.execute(lambda runs: runs.heartbeat(request.worker_id, list(request.lease_ids), now))
+        await self._ledger.durable()
+        return pb.HeartbeatResponse(cancelled=cancelled)
+
+    async def CompleteEpisode(self, request: pb.CompleteEpisodeRequest, context: Context) -> pb.CompleteEpisodeResponse:
+        ledger, trajectory = self._ledger, request.trajectory
+        disposition, keep = ledger.execute(
+            lambda runs: runs.of_lease(request.lease_id).complete(
+                request.request_id, request.lease_id, trajectory, ledger.now()
+            )
+        )
+        if keep:
+            ledger.keep(request.lease_id, trajectory.SerializeToString(deterministic=True))
+        await ledger.durable()
+        return pb.CompleteEpisodeResponse(disposition=disposition)
+
+    async def FailEpisode(self, request: pb.FailEpisodeRequest, context: Context) -> pb.FailEpisodeResponse:
+        now = self._ledger.now()
+        retried = self._ledger.execute(
+            lambda runs: runs.of_lease(request.lease_id).fail(
+                request.request_id, request.lease_id, request.outcome, request.detail, now
+            )
+        )
+        await self._ledger.durable()
+        return pb.FailEpisodeResponse(retried=retried)
+
+    async def LeaseBatch(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, request: pb.LeaseBatchRequest, context: Context
+    ) -> AsyncIterator[bytes]:
+        ledger = self._ledger
+        taken = await ledger.changed.first(lambda: self._take(request), poll_seconds(context))
+        if taken is None:
+            return
+        batch, redelivered = taken
+        head = pb.Batch(
+            batch_id=batch.batch_id,
+            step=batch.step,
+            policy_version=batch.version,
+            group_count=len(batch.groups),
+            redelivered=redelivered,
+        )
+        groups = views.raw_groups(ledger.runs.run(request.run_id), batch, ledger.payload)
+        await ledger.durable()
+        log.info("batch leased", step=batch.step, groups=len(batch.groups), redelivered=redelivered)
+        for message in wire.messages(head, groups):
+            yield message
+
+    def _take(self, request: pb.LeaseBatchRequest) -> tuple[Batch, bool] | None:
+        now = self._ledger.now()
+        return self._ledger.execute(lambda runs: runs.run(request.run_id).take(request.step, now))
+
+    async def CommitStep(self, request: pb.CommitStepRequest, context: Context) -> pb.CommitStepResponse:
+        now = self._ledger.now()
+        next_step = self._ledger.execute(
+            lambda runs: runs.run(request.run_id).commit(request.request_id, request.step, request.batch_id, now)
+        )
+        await self._ledger.durable()
+        return pb.CommitStepResponse(next_commit_step=next_step)
+
+    async def PublishVersion(self, request: pb.PublishVersionRequest, context: Context) -> pb.PublishVersionResponse:
+        now = self._ledger.now()
+        stale = self._ledger.execute(
+            lambda runs: runs.run(request.run_id).publish(
+                request.request_id, request.policy_version, request.trained_step_count, now
+            )
+        )
+        await self._ledger.durable()
+        log.info("version published", policy_version=request.policy_version, stale_groups=stale)
+        return pb.PublishVersionResponse(stale_group_count=stale)
+
+    async def StartValidation(self, request: pb.StartValidationRequest, context: Context) -> pb.StartValidationResponse:
+        now = self._ledger.now()
+        self._ledger.execute(
+            lambda runs: runs.run(request.run_id).start_validation(
+                request.request_id, request.validation_id, request.episode_count, now
+            )
+        )
+        await self._ledger.durable()
+        return pb.StartValidationResponse()
+
+    async def WaitValidation(self, request: pb.WaitValidationRequest, context: Context) -> pb.WaitValidationResponse:
+        def results() -> pb.WaitValidationResponse:
+            return views.validation_results(self._ledger.runs.run(request.run_id), request.validation_id)
+
+        def finished() -> pb.WaitValidationResponse | None:
+            return answer if (answer := results()).finished else None
+
+        answer = await self._ledger.changed.first(finished, poll_seconds(context))
+        if answer is not None:
+            await self._ledger.durable()
+        return answer or results()
+
+    async def GetStatus(self, request: pb.GetStatusRequest, context: Context) -> pb.GetStatusResponse:
+        return views.status(self._ledger.runs.run(request.run_id), self._ledger.now())
+
+    async def ListTrajectories(
+        self, request: pb.ListTrajectoriesRequest, context: Context
+    ) -> pb.ListTrajectoriesResponse:
+        return views.list_trajectories(self._ledger.runs.run(request.run_id), request, self._ledger.payload)
+
+    async def GetLineage(self, request: pb.GetLineageRequest, context: Context) -> pb.GetLineageResponse:
+        groups = self._ledger.runs.of_trajectory(request.trajectory_id)
+        return views.lineage(groups, request.trajectory_id, self._ledger.payload)
