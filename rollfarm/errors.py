@@ -118,6 +118,12 @@ class EngineFailed(FarmError):
     remedy = "Look at the engine's log; llm_proxy continues its requests elsewhere."
 
 
+class GenerationFailed(FarmError):
+    code = code_pb2.INTERNAL
+    reason = "GENERATION_FAILED"
+    remedy = "Look at the trainer: the weights that it published give no finite probabilities."
+
+
 class VersionUnavailable(FarmError):
     code = code_pb2.FAILED_PRECONDITION
     reason = "VERSION_UNAVAILABLE"

@@ -1,0 +1,167 @@
+"""What an engine is asked for and what it answers, decoded once, and the checks that every adapter relies on."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rollfarm.errors import FarmError, InvalidArgument, to_failure
+from rollfarm.tokens import Ids, pack_ids, pack_logprobs, unpack_ids
+from rollfarm.v1 import engine_pb2, trajectory_pb2
+
+FinishReason = trajectory_pb2.FinishReason.ValueType
+STOP = trajectory_pb2.FINISH_REASON_STOP
+LENGTH = trajectory_pb2.FINISH_REASON_LENGTH
+ABORT = trajectory_pb2.FINISH_REASON_ABORT
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What an engine can take. Fixed once it has started."""
+
+    slot_count: int
+    """Requests decoded at once."""
+
+    context_token_count: int
+    """Tokens of prompt and output together."""
+
+    vocabulary_size: int
+    """Token ids lie below it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One generation that passed the checks."""
+
+    key: str
+    """Unique among the engine's open requests, of all streams."""
+
+    prompt: Ids
+    """At least one token."""
+
+    max_tokens: int
+    """At least 1; prompt and output fit the context."""
+
+    temperature: float = 1.0
+    """0 is greedy."""
+
+    top_p: float = 1.0
+    """1 keeps every token."""
+
+    top_k: int = 0
+    """0 keeps every token."""
+
+    seed: int | None = None
+    """None lets the engine choose."""
+
+    top_logprobs: int = 0
+    """Likeliest tokens reported at each position."""
+
+    stop_token_ids: frozenset[int] = frozenset()
+    """Part of the output."""
+
+    session_id: str = ""
+    """Empty is none."""
+
+
+@dataclass(slots=True)
+class Chunk:
+    """What a request added since its last chunk."""
+
+    key: str
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    """(policy version, tokens)."""
+
+    top: list[tuple[Sequence[int], Sequence[float]]] = field(default_factory=list)
+    """For each token, the likeliest ids and their log-probabilities, where asked for."""
+
+    finish: FinishReason | None = None
+    """Set on the last chunk."""
+
+    failure: FarmError | None = None
+    """Set, on the last chunk, when the request was refused."""
+
+    def add(self, token: int, logprob: float, version: int) -> None:
+        """Append one token that was sampled under `version`."""
+        self.token_ids.append(token)
+        self.logprobs.append(logprob)
+        if self.spans and self.spans[-1][0] == version:
+            self.spans[-1] = (version, self.spans[-1][1] + 1)
+        else:
+            self.spans.append((version, 1))
+
+    def to_proto(self, request_id: str) -> engine_pb2.GenerationChunk:
+        """The chunk as it travels."""
+        chunk = engine_pb2.GenerationChunk(
+            request_id=request_id,
+            token_ids=pack_ids(self.token_ids),
+            logprobs=pack_logprobs(self.logprobs),
+            version_spans=[
+                trajectory_pb2.VersionSpan(policy_version=version, token_count=count) for version, count in self.spans
+            ],
+        )
+        if self.finish is not None:
+            chunk.finish_reason = self.finish
+        if self.failure is not None:
+            chunk.failure.CopyFrom(to_failure(self.failure))
+        if self.top:
+            chunk.top_logprobs.width = len(self.top[0][0])
+            chunk.top_logprobs.token_ids = pack_ids([ids for ids, _ in self.top])
+            chunk.top_logprobs.logprobs = pack_logprobs([logprobs for _, logprobs in self.top])
+        return chunk
+
+
+def decode(generation: engine_pb2.Generation, key: str, limits: Limits) -> Request:
+    """The request behind `generation`. Raises InvalidArgument."""
+    prompt = unpack_ids(generation.prompt_token_ids)
+    _check_prompt(prompt, limits)
+    if generation.images:
+        raise InvalidArgument("This engine takes no images.")
+    sampling = generation.sampling
+    _check_sampling(sampling, limits)
+    return Request(
+        key=key,
+        prompt=prompt,
+        max_tokens=min(sampling.max_tokens, limits.context_token_count - len(prompt)),
+        temperature=sampling.temperature,
+        top_p=sampling.top_p or 1.0,
+        top_k=sampling.top_k,
+        seed=sampling.seed if sampling.HasField("seed") else None,
+        top_logprobs=sampling.top_logprobs,
+        stop_token_ids=frozenset(sampling.stop_token_ids),
+        session_id=generation.session_id,
+    )
+
+
+def _check_prompt(prompt: Ids, limits: Limits) -> None:
+    if not len(prompt):
+        raise InvalidArgument("The prompt is empty; at least one token is needed.")
+    if len(prompt) >= limits.context_token_count:
+        raise InvalidArgument(
+            f"The prompt has {len(prompt)} tokens, which leaves none for output in {limits.context_token_count}.",
+            prompt_token_count=len(prompt),
+            context_token_count=limits.context_token_count,
+        )
+    outside = prompt[(prompt < 0) | (prompt >= limits.vocabulary_size)]
+    if len(outside):
+        raise InvalidArgument(
+            f"Token id {outside[0]} is outside of the vocabulary of {limits.vocabulary_size}.",
+            token_id=outside[0],
+            vocabulary_size=limits.vocabulary_size,
+        )
+
+
+def _check_sampling(sampling: trajectory_pb2.Sampling, limits: Limits) -> None:
+    """The negations also catch NaN."""
+    if sampling.max_tokens < 1:
+        raise InvalidArgument(f"max_tokens is {sampling.max_tokens}; at least 1 is needed.")
+    if not 0 <= sampling.temperature < np.inf:
+        raise InvalidArgument(f"temperature is {sampling.temperature}; it must be 0 or more.")
+    if not 0 <= sampling.top_p <= 1:
+        raise InvalidArgument(f"top_p is {sampling.top_p}; it must lie between 0 and 1.")
+    if sampling.top_k < 0:
+        raise InvalidArgument(f"top_k is {sampling.top_k}; it must be 0 or more.")
+    if not 0 <= sampling.top_logprobs <= limits.vocabulary_size:
+        raise InvalidArgument(f"top_logprobs is {sampling.top_logprobs}; it must be 0 to the size of the vocabulary.")
