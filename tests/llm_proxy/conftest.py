@@ -1,0 +1,137 @@
+"""A real llm_proxy on a real socket, in the test's own loop."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from llm_proxy.config import LlmProxyConfig
+from llm_proxy.engines import Fleet
+from llm_proxy.server import SERVICE, LlmProxyServicer
+from rollfarm import rpc, tokens
+from rollfarm.config import Listen
+from rollfarm.service import serve
+from rollfarm.testing import simulated_logprob, simulated_token
+from rollfarm.v1 import engine_pb2, llm_proxy_pb2, llm_proxy_pb2_grpc, trajectory_pb2
+
+SECONDS = 20.0
+
+
+def asked(request_id: str, *, prompt: list[int] | None = None, max_tokens: int = 4, **more: Any) -> Any:
+    """A request; `more` are fields of Sampling, of Generation (session_id) or of ProxiedGeneration."""
+    own = {name: more.pop(name) for name in ("min_version", "exact_version", "priority") if name in more}
+    session_id = more.pop("session_id", "")
+    sampling = trajectory_pb2.Sampling(max_tokens=max_tokens, **({"temperature": 1.0} | more))
+    generation = engine_pb2.Generation(
+        request_id=request_id,
+        prompt_token_ids=tokens.pack_ids([1, 2, 3] if prompt is None else prompt),
+        sampling=sampling,
+        session_id=session_id,
+    )
+    return llm_proxy_pb2.ProxiedGeneration(generation=generation, **own)
+
+
+def versions(result: Any) -> list[int]:
+    return tokens.versions_of(result.version_spans).tolist()
+
+
+def assert_exact(result: Any, prompt_length: int = 3) -> None:
+    """Every token and log-probability is what the simulated policy gives at its position and version."""
+    ids = tokens.unpack_ids(result.token_ids).tolist()
+    expected = [simulated_token(prompt_length + at, version) for at, version in enumerate(versions(result))]
+    assert ids == expected
+    logprobs = [simulated_logprob(token, version) for token, version in zip(ids, versions(result), strict=True)]
+    assert tokens.unpack_logprobs(result.logprobs).tolist() == logprobs
+
+
+@dataclass
+class Proxy:
+    """A running llm_proxy, as a client sees it."""
+
+    stub: Any
+    fleet: Fleet
+
+    async def generate(self, generation: Any, timeout: float = SECONDS) -> Any:
+        request = llm_proxy_pb2.GenerateRequest(generation=generation)
+        return (await rpc.call(self.stub.Generate, request, timeout=timeout)).result
+
+    async def status(self) -> Any:
+        return await rpc.call(self.stub.GetStatus, llm_proxy_pb2.LlmProxyServiceGetStatusRequest(), timeout=SECONDS)
+
+    async def engines_when(self, ready: Callable[[Any], bool]) -> Any:
+        """The engines once `ready` says so, by long polls."""
+        async with asyncio.timeout(SECONDS):
+            listed = await self.list_engines()
+            while not ready(listed):
+                listed = await self.list_engines(after_revision=listed.revision)
+            return listed
+
+    async def serving(self, count: int = 1) -> Any:
+        """The engines once this many serve."""
+        return await self.engines_when(
+            lambda listed: sum(engine.state == llm_proxy_pb2.Engine.STATE_SERVING for engine in listed.engines) == count
+        )
+
+    async def list_engines(self, **request: Any) -> Any:
+        return await rpc.call(self.stub.ListEngines, llm_proxy_pb2.ListEnginesRequest(**request), timeout=SECONDS)
+
+    async def attach(self, address: str) -> None:
+        await rpc.call(self.stub.AttachEngine, llm_proxy_pb2.AttachEngineRequest(address=address), timeout=SECONDS)
+
+    async def until(self, ready: Callable[[], bool]) -> None:
+        """Wait until the fleet got there, looked at after every loop turn that did something."""
+        assert await self.fleet.progressed.first(lambda: ready() or None, SECONDS)
+
+    async def begin(self, version: int, *engines: Any) -> list[str]:
+        """Stage a version; the reason of each engine's failure, or "" ."""
+        transfers = [
+            llm_proxy_pb2.EngineTransfer(
+                engine_id=engine.engine_id,
+                instance_id=engine.instance_id,
+                group=engine_pb2.WeightGroup(group_name="g"),
+                join=True,
+            )
+            for engine in engines
+        ]
+        request = llm_proxy_pb2.BeginWeightUpdateRequest(policy_version=version, transfers=transfers)
+        answer = await rpc.call(self.stub.BeginWeightUpdate, request, timeout=SECONDS)
+        return [result.failure.reason for result in answer.results]
+
+    async def commit(self, version: int, **request: Any) -> Any:
+        commit = llm_proxy_pb2.CommitWeightUpdateRequest(policy_version=version, **request)
+        return await rpc.call(self.stub.CommitWeightUpdate, commit, timeout=SECONDS)
+
+
+Run = Callable[..., AbstractAsyncContextManager[Proxy]]
+
+
+@asynccontextmanager
+async def _run(*engines: str, **settings: Any) -> AsyncIterator[Proxy]:
+    fleet = Fleet(LlmProxyConfig(engines=list(engines), **({"health_seconds": 0.1} | settings)))
+    servicer = LlmProxyServicer(fleet)
+    stop, port = asyncio.Event(), asyncio.get_running_loop().create_future()
+    serving = asyncio.create_task(
+        serve(
+            lambda server: llm_proxy_pb2_grpc.add_LlmProxyServiceServicer_to_server(servicer, server),
+            Listen(drain_seconds=0),
+            fleet.run,
+            services=[SERVICE],
+            stop=stop,
+            started=port.set_result,
+        )
+    )
+    try:
+        async with rpc.channel(f"127.0.0.1:{await port}") as channel:
+            yield Proxy(llm_proxy_pb2_grpc.LlmProxyServiceStub(channel), fleet)
+    finally:
+        stop.set()
+        await serving
+
+
+@pytest.fixture
+def run_proxy() -> Run:
+    """Starts llm_proxy over these engine addresses: `async with run_proxy(address) as proxy`."""
+    return _run
