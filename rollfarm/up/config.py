@@ -155,9 +155,7 @@ def _service_root(name: str) -> type[Root]:
 
 def _check_model(model: ModelConfig) -> None:
     if not model.path:
-        raise ConfigError(
-            "model.path: missing. Give a folder in Hugging Face format, or the name of a model on the hub."
-        )
+        raise ConfigError("model.path: missing. Give a model's folder, or its name on the hub.")
     folder = Path(model.path).expanduser()
     if folder.exists() or model.create is not None:
         return

@@ -13,6 +13,7 @@ from typing import Any
 from rollfarm.config import ConfigError
 from rollfarm.service import SUPERVISED
 from rollfarm.up.config import FarmRoot, secrets
+from rollfarm.valkey import valkey_binary
 
 OFFSETS = {
     "llm_proxy": 1,
@@ -152,11 +153,9 @@ class _Builder:
         self._config = str(farm.run.path / "config.toml")
 
     def valkey(self, sockets: Path) -> ProcessSpec:
-        from rollfarm.valkey import valkey_command
-
+        valkey_binary()
         socket = sockets / "valkey.sock"
-        command = valkey_command(self._farm.run.path / "valkey", socket)
-        argv = (self._python, "-m", "rollfarm.up.leash", *command)
+        argv = (self._python, "-m", "rollfarm.up.leash", str(self._farm.run.path / "valkey"), str(socket))
         return ProcessSpec("valkey", argv, stage=0, env=self._env, socket=socket)
 
     def create_model(self) -> ProcessSpec:

@@ -94,7 +94,7 @@ def _empty(run: Path) -> None:
     inside = [path for path in run.iterdir() if path.name != ".lock"]
     if inside and not (run / CONFIG).exists() and not (run / "logs").exists():
         raise ConfigError(
-            f"up.fresh: {run} holds files and is not a run's folder. Empty it yourself, or rename the run."
+            f"up.fresh: {run} is not a run's folder and not empty. Empty it yourself, or choose another --run.name."
         )
     for path in inside:
         if path.is_dir() and not path.is_symlink():

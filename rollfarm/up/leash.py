@@ -1,4 +1,4 @@
-"""Runs a command that is not ours, such as Valkey, and ends it when the supervisor goes: `leash COMMAND ARG...`.
+"""Runs Valkey, which is not ours, and ends it when the supervisor goes: `leash DATA SOCKET`.
 
 Services watch their stdin themselves; this does it for a program that does not.
 """
@@ -9,12 +9,13 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 
-def main(argv: list[str]) -> int:
-    """Run `argv` until it ends, SIGTERM comes or stdin closes; its exit status is ours."""
-    child = subprocess.Popen(argv, stdin=subprocess.DEVNULL)
+def hold(command: Sequence[str]) -> int:
+    """Run `command` until it ends, SIGTERM comes or stdin closes; its exit status is the answer."""
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
 
     def end(*_: object) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -32,6 +33,12 @@ def _when_stdin_ends(end: Callable[[], None]) -> None:
     end()
 
 
+def main(data: str, socket: str) -> int:
+    from rollfarm.valkey import valkey_command
+
+    status = hold(valkey_command(Path(data), Path(socket)))
+    return status if status >= 0 else 128 - status
+
+
 if __name__ == "__main__":
-    status = main(sys.argv[1:])
-    sys.exit(status if status >= 0 else 128 - status)
+    sys.exit(main(*sys.argv[1:]))

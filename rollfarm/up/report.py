@@ -11,6 +11,7 @@ from rollfarm.up.summary import Summary
 
 CURVE = "curve.png"
 PAGE = "report.html"
+LABEL = {"boxstyle": "round,pad=0.2", "facecolor": "white", "edgecolor": "none", "alpha": 0.85}
 SMOOTHING = 0.3
 """Weight of the newest step in the smoothed curve."""
 
@@ -50,7 +51,13 @@ def draw(summary: Summary, path: Path) -> None:
         )
         for step, value in (points[0], points[-1]):
             axes.annotate(
-                f"{value:.2f}", (step, value), textcoords="offset points", xytext=(0, 9), ha="center", color=SECOND
+                f"{value:.2f}",
+                (step, value),
+                textcoords="offset points",
+                xytext=(0, 9),
+                ha="center",
+                color=SECOND,
+                bbox=LABEL,
             )
     axes.set_xlabel("step")
     axes.margins(x=0.03, y=0.14)
@@ -104,7 +111,7 @@ def _cards(summary: Summary) -> Iterable[tuple[str, str, str]]:
     yield "steps", str(summary.steps), f"policy version {summary.policy_version}"
     yield "samples", str(summary.samples), f"at most {summary.max_staleness} versions old"
     yield "tokens", number_text(summary.tokens), f"{number_text(summary.tokens_per_s)} a second"
-    restarts = f"{summary.restarts} restarts" if summary.restarts else "no restarts"
+    restarts = {0: "no restarts", 1: "1 restart"}.get(summary.restarts, f"{summary.restarts} restarts")
     yield "time", clock_text(summary.wall_s), restarts + (", resumed" if summary.resumed else "")
 
 
@@ -133,7 +140,8 @@ def _bar(summary: Summary) -> str:
 
 
 def _outcomes(summary: Summary) -> list[tuple[str, int]]:
-    return [(name.removeprefix("OUTCOME_").lower(), count) for name, count in summary.outcomes.items()]
+    most_first = sorted(summary.outcomes.items(), key=lambda item: -item[1])
+    return [(name.removeprefix("OUTCOME_").lower(), count) for name, count in most_first]
 
 
 def _validations(summary: Summary) -> str:

@@ -32,7 +32,7 @@ class Summary:
     wall_s: float
     """Of this command alone, starting and draining included."""
     waiting_s: float
-    """The trainer waited for batches, over the steps of this command."""
+    """The trainer waited for batches, over the whole run; likewise the next two."""
     training_s: float
     publishing_s: float
     tokens: int
@@ -154,7 +154,7 @@ def _rise(summary: Summary, min_gain: float) -> str:
     if summary.reward_after is None or summary.gain is None:
         return f"{summary.reward_before:.3f} before; not validated after"
     asked = (
-        "" if not min_gain else f", {'at least' if summary.reached(min_gain) else 'less than the'} {min_gain:g} asked"
+        "" if not min_gain else f", {'at least' if summary.reached(min_gain) else 'less than the'} {min_gain:g} asked for"
     )
     return f"{summary.reward_before:.3f} before, {summary.reward_after:.3f} after ({summary.gain:+.3f}{asked})"
 

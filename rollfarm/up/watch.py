@@ -94,7 +94,8 @@ class Picture:
     def learn(self, progress: trainer_pb2.GetProgressResponse, now: float) -> None:
         """Take in what the trainer said."""
         self.progress = progress
-        self.steps.update({step.step: step for step in progress.steps})
+        kept = {number: step for number, step in self.steps.items() if number < progress.step_count}
+        self.steps = kept | {step.step: step for step in progress.steps}
         if self.first_steps_at is None and progress.phase in (trainer_pb2.PHASE_WAITING, trainer_pb2.PHASE_TRAINING):
             self.first_steps_at = now
             self.first_step = progress.step_count

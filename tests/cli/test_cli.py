@@ -1,0 +1,179 @@
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rollfarm.cli import COMMANDS
+
+ROOT = Path(__file__).parents[2]
+
+FARM = """
+[run]
+name = "small"
+folder = "{folder}/runs"
+[[run.domains]]
+name = "sums"
+environment = "arithmetic"
+[model]
+path = "{folder}/model"
+[model.create]
+words = "one two"
+[reward_gateway.domains.sums]
+rewards = [{{ name = "environment" }}]
+"""
+
+
+@pytest.fixture
+def farm_file(tmp_path: Path) -> Path:
+    path = tmp_path / "farm.toml"
+    path.write_text(FARM.format(folder=tmp_path))
+    return path
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    """The base port of a farm whose trainer's port is taken."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield listener.getsockname()[1] - 5
+
+
+def rollfarm(*arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "rollfarm", *map(str, arguments)],
+        cwd=ROOT,
+        env={**os.environ, "COLUMNS": "200"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def cpu_seconds(*command: str) -> float:
+    """Of our children, which is unlike wall time the same on a busy machine."""
+    before = os.times()
+    subprocess.run([sys.executable, *command], cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
+    after = os.times()
+    return after.children_user + after.children_system - before.children_user - before.children_system
+
+
+@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS)], ids=["rollfarm", *COMMANDS])
+def test_help_comes_at_once(command: list[str]) -> None:
+    spent = min(cpu_seconds("-m", "rollfarm", *command, "--help") for _ in range(2))
+
+    # A bare interpreter takes a tenth of this, and one import of pydantic alone three times as much.
+    assert spent < max(0.25, 10 * cpu_seconds("-c", "pass"))
+
+
+def test_help_names_every_command() -> None:
+    shown = rollfarm("--help").stdout
+
+    assert all(f"  {name} " in shown for name in COMMANDS)
+
+
+def test_an_unknown_command_is_refused() -> None:
+    refused = rollfarm("upp")
+
+    assert refused.returncode == 2
+    assert "up, status" in refused.stderr.replace("'", "")
+
+
+def test_an_unknown_key_ends_up_with_status_2_and_the_nearest_name(farm_file: Path) -> None:
+    refused = rollfarm("up", farm_file, "--engine.slot", 3)
+
+    assert refused.returncode == 2
+    assert "--engine.slot: unknown flag. Did you mean --engine.slots?" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def test_a_missing_file_ends_up_with_status_2(tmp_path: Path) -> None:
+    refused = rollfarm("up", tmp_path / "none.toml")
+
+    assert refused.returncode == 2
+    assert "no such file" in refused.stderr
+
+
+def test_a_port_in_use_ends_up_with_status_3_before_anything_is_made(
+    farm_file: Path, tmp_path: Path, taken: int
+) -> None:
+    refused = rollfarm("up", farm_file, "--up.base_port", taken)
+
+    assert refused.returncode == 3
+    assert f"Port in use: {taken + 5} (trainer)." in refused.stderr
+    assert f"--up.base_port {taken + 100}" in refused.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["farm.toml"]
+
+
+def test_a_finished_run_is_said_to_be_finished_with_the_ways_to_go_on(farm_file: Path, tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "small"
+    run.mkdir(parents=True)
+    (run / "summary.json").write_text('{"finished": true, "steps": 100}')
+
+    refused = rollfarm("up", farm_file)
+
+    assert refused.returncode == 2
+    assert "is finished (100 steps)" in refused.stderr
+    for remedy in ("--up.fresh true", "--run.name", "--run.steps 200"):
+        assert remedy in refused.stderr
+
+
+def test_a_fresh_start_never_deletes_what_no_run_made(farm_file: Path, tmp_path: Path) -> None:
+    run = tmp_path / "runs" / "small"
+    run.mkdir(parents=True)
+    (run / "thesis.txt").write_text("years of work")
+
+    refused = rollfarm("up", farm_file, "--up.fresh", "true", "--up.base_port", 17700)
+
+    assert refused.returncode == 2
+    assert "is not a run" in refused.stderr
+    assert (run / "thesis.txt").exists()
+
+
+def test_up_lists_every_key_with_its_meaning() -> None:
+    shown = rollfarm("up", "--flags").stdout
+
+    assert "--up.engines  = 1" in shown
+    assert "--trainer.lr " in shown
+    assert "Learning rate" in shown or "learning rate" in shown
+
+
+def test_status_of_no_farm_says_how_to_start_one() -> None:
+    shown = rollfarm("status", "--base-port", 17700)
+
+    assert shown.returncode == 1
+    assert "Start one with `rollfarm up`" in shown.stdout
+
+
+def test_inspect_without_a_farm_says_that_one_has_to_run() -> None:
+    shown = rollfarm("inspect", "--address", "127.0.0.1:17703")
+
+    assert shown.returncode == 1
+    assert "while the farm runs" in shown.stderr
+
+
+def test_doctor_names_a_taken_port_and_the_remedy(farm_file: Path, taken: int) -> None:
+    shown = rollfarm("doctor", farm_file, "--up.base_port", taken)
+
+    assert shown.returncode == 1
+    assert "(trainer)" in shown.stdout
+    assert f"--up.base_port {taken + 100}" in shown.stdout
+
+
+def test_doctor_names_a_journal_that_does_not_answer(farm_file: Path) -> None:
+    shown = rollfarm("doctor", farm_file, "--sample_buffer.journal", "redis://127.0.0.1:1", "--up.base_port", 17700)
+
+    assert shown.returncode == 1
+    assert "correct sample_buffer.journal" in shown.stdout
+
+
+def test_a_healthy_machine_passes(farm_file: Path) -> None:
+    shown = rollfarm("doctor", farm_file, "--up.base_port", 17700)
+
+    assert shown.returncode == 0, shown.stdout
+    assert "This machine can run the farm." in shown.stdout
