@@ -1,13 +1,12 @@
 """How far the run is: the one place that GetProgress, metrics.jsonl and /metrics read from.
 
-metrics.jsonl has a line for each step and each validation. A resumed run cuts it back to its checkpoint, so that no step
-is ever told twice.
+metrics.jsonl has a line for each step and each validation. A resumed run cuts it back to its checkpoint, so that no
+step is ever told twice.
 """
 
 import json
-import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +37,8 @@ class StepReport:
     train_seconds: float
     publish_seconds: float
     policy_version: int
+    time: float
+    """Seconds since 1970 when it was done."""
 
     def to_proto(self) -> trainer_pb2.StepMetrics:
         return trainer_pb2.StepMetrics(
@@ -59,6 +60,8 @@ class ValidationReport:
     metrics: Mapping[str, float]
     episode_count: int
     policy_version: int
+    time: float
+    """Seconds since 1970 when it was done."""
 
     def to_proto(self) -> trainer_pb2.Validation:
         return trainer_pb2.Validation(
@@ -75,7 +78,7 @@ class Progress:
     def __init__(self, run_id: str, total_steps: int, file: Path) -> None:
         self.run_id = run_id
         self.total_steps = total_steps
-        self.phase = trainer_pb2.PHASE_LOADING
+        self.phase: trainer_pb2.Phase.ValueType = trainer_pb2.PHASE_LOADING
         self.step_count = 0
         self.policy_version = 0
         self.checkpoint_path = ""
@@ -89,15 +92,15 @@ class Progress:
         self.step_count = step_count
         self.steps, self.validations = [], []
         for line in self._lines():
-            kind, fields = line.pop("kind", ""), {key: value for key, value in line.items() if key != "time"}
-            if kind == "step" and fields["step"] < step_count:
-                self.steps.append(StepReport(**fields))
-            elif kind == "validation" and fields["step_count"] <= step_count:
-                self.validations.append(ValidationReport(**fields))
+            kind = line.pop("kind")
+            if kind == "step" and line["step"] < step_count:
+                self.steps.append(StepReport(**line))
+            elif kind == "validation" and line["step_count"] <= step_count:
+                self.validations.append(ValidationReport(**line))
         self._rewrite()
         self.changed.notify()
 
-    def enter(self, phase: trainer_pb2.Phase) -> None:
+    def enter(self, phase: trainer_pb2.Phase.ValueType) -> None:
         self.phase = phase
         self.changed.notify()
 
@@ -109,7 +112,7 @@ class Progress:
     def stepped(self, report: StepReport) -> None:
         self.steps.append(report)
         self.step_count = report.step + 1
-        self._append("step", report)
+        self._append(report)
         STEPS.set(self.step_count)
         REWARD.set(report.mean_reward)
         for name, value in report.metrics.items():
@@ -122,7 +125,7 @@ class Progress:
 
     def validated(self, report: ValidationReport) -> None:
         self.validations.append(report)
-        self._append("validation", report)
+        self._append(report)
         VALIDATION.set(report.mean_reward)
         self.changed.notify()
 
@@ -154,23 +157,21 @@ class Progress:
         return lines
 
     def _rewrite(self) -> None:
-        kept = [*(("step", each) for each in self.steps), *(("validation", each) for each in self.validations)]
-        kept.sort(
-            key=lambda item: (item[1].step_count, 0) if isinstance(item[1], ValidationReport) else (item[1].step, 1)
-        )
+        """Write what is kept, in the order in which it was measured."""
+        kept = sorted([*self.steps, *self.validations], key=lambda report: report.time)
         self._file.parent.mkdir(parents=True, exist_ok=True)
         partial = self._file.with_suffix(".partial")
-        partial.write_text("".join(_line(kind, report) for kind, report in kept))
+        partial.write_text("".join(map(_line, kept)))
         partial.replace(self._file)
 
-    def _append(self, kind: str, report: StepReport | ValidationReport) -> None:
+    def _append(self, report: StepReport | ValidationReport) -> None:
         with self._file.open("a") as file:
-            file.write(_line(kind, report))
+            file.write(_line(report))
 
 
-def _line(kind: str, report: StepReport | ValidationReport) -> str:
-    fields = {name: getattr(report, name) for name in report.__dataclass_fields__}
-    return json.dumps({"kind": kind, **fields, "time": round(time.time(), 3)}) + "\n"
+def _line(report: StepReport | ValidationReport) -> str:
+    kind = "step" if isinstance(report, StepReport) else "validation"
+    return json.dumps({"kind": kind, **asdict(report)}) + "\n"
 
 
 def _duration(seconds: float) -> duration_pb2.Duration:

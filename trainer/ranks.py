@@ -10,7 +10,7 @@ The rendezvous is torchrun's: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_
 import os
 import signal
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from enum import IntEnum
 from pathlib import Path
@@ -108,8 +108,9 @@ class Leader:
         _announce(Command.STOP)
 
 
-def follow(backend: Backend, objectives: Mapping[str, LossFn]) -> None:
+def follow(build: Callable[[], Backend], objectives: Mapping[str, LossFn]) -> None:
     """Do as rank 0 does until it says stop. Raises when rank 0 or another rank is gone."""
+    backend = build()
     # Rank 0 finishes its step and saves before it lets the others go; a supervisor signals every rank at once.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)

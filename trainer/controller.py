@@ -1,0 +1,341 @@
+"""The asynchronous loop: lease a batch, learn, publish, checkpoint, commit.
+
+Generation goes on meanwhile, as far ahead as sample_buffer's credits let it: exactly not at all with alpha 0. A crash
+at any moment loses nothing: the batches after the newest checkpoint are delivered again and trained again, in silence
+until the trainer is where it was, and policy_version goes on from what sample_buffer knows.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+import structlog
+
+from rollfarm.config import ConfigError
+from rollfarm.errors import InvalidArgument, RunMismatch
+from rollfarm.v1 import sample_buffer_pb2, trainer_pb2
+from trainer.checkpoints import Checkpoints, CheckpointState, replace_folder
+from trainer.config import TrainerRoot
+from trainer.controls import Controls, Draining
+from trainer.farm import LeasedBatch, SampleBuffer
+from trainer.learner import Learner
+from trainer.progress import Progress, StepReport, ValidationReport
+from trainer.weights.publisher import Publisher
+
+log = structlog.get_logger()
+
+T = TypeVar("T")
+
+DRAIN_GRACE_SECONDS = 5.0
+"""How long a publication or a commit may still take once the trainer was asked to stop."""
+
+
+class Interrupted(Exception):
+    """Somebody wants something before the wait is over."""
+
+
+class Controller:
+    """One run from wherever it stands to its end. `run` once."""
+
+    def __init__(
+        self,
+        root: TrainerRoot,
+        build: Callable[[], Learner],
+        buffer: SampleBuffer,
+        publisher: Publisher,
+        checkpoints: Checkpoints,
+        progress: Progress,
+        controls: Controls,
+    ) -> None:
+        self._run = root.run
+        self._config = root.trainer
+        self._build = build
+        self._buffer = buffer
+        self._publisher = publisher
+        self._checkpoints = checkpoints
+        self._progress = progress
+        self._controls = controls
+        self._compute_thread = ThreadPoolExecutor(1, thread_name_prefix="compute")
+        self._learner: Learner
+        self._step = 0
+        self._committed = 0
+        self._delivered = 0
+        """Steps that were delivered before this process began; they are trained on again without publishing."""
+        self._last_batch_id = ""
+
+    async def run(self) -> None:
+        """Learn until the run is over, or until asked to stop; either way everything learnt is saved."""
+        try:
+            await self._start()
+            await self._learn()
+            await self._finish()
+        except Draining:
+            log.info("stopping", step=self._step)
+        await self._save_and_commit()
+        self._controls.refuse()
+        if hasattr(self, "_learner"):
+            await self.compute(self._learner.leader.stop)
+
+    async def compute(self, work: Callable[..., T], *args: object) -> T:
+        """Run `work` in the one thread that touches the model."""
+        return await asyncio.get_running_loop().run_in_executor(self._compute_thread, work, *args)
+
+    async def pulse(self, seconds: float) -> None:
+        """Keep in touch with the other ranks, until cancelled."""
+        while True:
+            await asyncio.sleep(seconds)
+            if hasattr(self, "_learner"):
+                await self.compute(self._learner.leader.pulse)
+
+    # --- start ---
+
+    async def _start(self) -> None:
+        found = self._checkpoints.newest()
+        self._learner = await self.compute(self._build)
+        if found is None:
+            await self._warm_start()
+        else:
+            path, state = found
+            await self.compute(self._learner.load, path)
+            self._step, self._last_batch_id = state.step_count, state.last_batch_id
+            self._progress.checkpoint_path = str(path)
+        self._progress.resume(self._step)
+        await self._find_run()
+        if self._step >= self._delivered:
+            await self._publish()
+
+    async def _warm_start(self) -> None:
+        losses = self._learner.warm_start()
+        self._progress.enter(trainer_pb2.PHASE_WARMING_UP)
+        last = None
+        while (loss := await self.compute(_next_or_none, losses)) is not None:
+            last = loss
+            if self._controls.draining:
+                raise Draining
+        if last is not None:
+            log.info("warm start done", loss=round(last, 4))
+        self._progress.enter(trainer_pb2.PHASE_LOADING)
+
+    async def _find_run(self) -> None:
+        """Learn from sample_buffer where the run stands, and commit what only the checkpoint knows of."""
+        try:
+            run = await self._unless(self._controls.until_draining, self._buffer.configure(self._run.to_proto()))
+        except (RunMismatch, InvalidArgument) as error:
+            raise ConfigError(f"run: {error}") from None
+        except Interrupted:
+            raise Draining from None
+        _check_agrees(run, self._step, self._run.name)
+        self._delivered, self._committed = run.next_batch_step, run.next_commit_step
+        self._progress.published(run.policy_version)
+        if self._step > self._committed:
+            await self._buffer.commit(self._step - 1, self._last_batch_id)
+            self._committed = self._step
+        log.info(
+            "run begins" if run.created else "run goes on",
+            run=self._run.name,
+            step=self._step,
+            policy_version=run.policy_version,
+            batches_to_repeat=self._delivered - self._step,
+        )
+
+    # --- the loop ---
+
+    async def _learn(self) -> None:
+        if self._step == self._delivered == 0:
+            await self._validate()
+        while not self._is_over():
+            await self._between_steps()
+            began = time.monotonic()
+            self._progress.enter(trainer_pb2.PHASE_WAITING)
+            try:
+                leased = await self._unless(self._controls.until_wanted, self._buffer.lease_batch(self._step))
+            except Interrupted:
+                continue
+            await self._between_steps()
+            await self._train_on(leased, wait_seconds=time.monotonic() - began)
+
+    def _is_over(self) -> bool:
+        return bool(self._run.steps) and self._step >= self._run.steps
+
+    async def _between_steps(self, *, hold: bool = False) -> None:
+        """Do what was asked for; stay here while paused, or for good with `hold`. Raises Draining."""
+        while True:
+            if self._controls.draining:
+                raise Draining
+            if self._controls.checkpoint_wanted:
+                path = await self._save_and_commit()
+                self._controls.checkpointed(path, self._step)
+            elif hold:
+                await self._controls.until_wanted()
+            elif self._controls.paused:
+                await self._controls.until_released()
+            else:
+                return
+
+    async def _train_on(self, leased: LeasedBatch, *, wait_seconds: float) -> None:
+        batch = leased.batch
+        log.info("batch leased", step=batch.step, groups=batch.group_count, redelivered=batch.redelivered)
+        self._progress.enter(trainer_pb2.PHASE_TRAINING)
+        began = time.monotonic()
+        outcome = await self.compute(self._learner.learn, batch, leased.groups)
+        trained = time.monotonic()
+        self._step, self._last_batch_id = batch.step + 1, batch.batch_id
+        try:
+            if self._step >= self._delivered:
+                await self._publish()
+        finally:
+            report = StepReport(
+                step=batch.step,
+                mean_reward=outcome.mean_reward,
+                metrics=outcome.metrics,
+                wait_seconds=wait_seconds,
+                train_seconds=trained - began,
+                publish_seconds=time.monotonic() - trained,
+                policy_version=self._progress.policy_version,
+                time=time.time(),
+            )
+            self._progress.stepped(report)
+        _log_step(report)
+        if self._step % self._config.checkpoint_every == 0:
+            await self._save_and_commit()
+        if self._config.validation_every and self._step % self._config.validation_every == 0 and not self._is_over():
+            await self._validate()
+
+    async def _publish(self) -> None:
+        """Publish the weights as the next version. Raises Draining when nobody answers and the trainer has to go."""
+        self._progress.enter(trainer_pb2.PHASE_PUBLISHING)
+        version = self._progress.policy_version + 1
+        snapshot = await self.compute(self._learner.snapshot, version)
+
+        async def announce() -> None:
+            await self._buffer.publish_version(version, self._step)
+            self._progress.published(version)
+
+        try:
+            await self._unless(
+                self._controls.until_draining, self._publisher.publish(snapshot, announce), grace=DRAIN_GRACE_SECONDS
+            )
+        except Interrupted:
+            raise Draining from None
+
+    async def _save_and_commit(self) -> Path:
+        """Save what is not saved, and tell sample_buffer. Where the newest checkpoint lies."""
+        if self._step == self._committed:
+            return Path(self._progress.checkpoint_path)
+        state = CheckpointState(self._run.name, self._step, self._progress.policy_version, self._last_batch_id)
+        path = await self.compute(self._checkpoints.save, state, self._learner.save)
+        self._progress.checkpoint_path = str(path)
+        commit = self._buffer.commit(self._step - 1, self._last_batch_id)
+        try:
+            await self._unless(self._controls.until_draining, commit, grace=DRAIN_GRACE_SECONDS)
+        except Interrupted:
+            log.warning("step not committed; it will be when the run goes on", step=self._step)
+            return path
+        self._committed = self._step
+        log.info("checkpoint committed", step=self._step, path=str(path))
+        return path
+
+    # --- validation and the end ---
+
+    async def _validate(self) -> None:
+        """Measure the policy on tasks that it never trains on, once for each number of steps."""
+        if not self._config.validation_episodes or self._progress.has_validation(self._step):
+            return
+        self._progress.enter(trainer_pb2.PHASE_VALIDATING)
+        version = self._progress.policy_version
+        play = self._buffer.validate(f"step-{self._step}-version-{version}", self._config.validation_episodes)
+        try:
+            async with asyncio.timeout(self._config.validation_timeout_seconds):
+                results = await self._unless(self._controls.until_draining, play)
+        except Interrupted:
+            raise Draining from None
+        except TimeoutError:
+            log.warning("validation given up", step=self._step, seconds=self._config.validation_timeout_seconds)
+            return
+        report = _merge(results, self._step, version)
+        self._progress.validated(report)
+        log.info("validated", step=self._step, reward=round(report.mean_reward, 4), **report.metrics)
+
+    async def _finish(self) -> None:
+        await self._save_and_commit()
+        await self._validate()
+        await self.compute(replace_folder, self._run.path / "model", self._learner.export)
+        self._progress.enter(trainer_pb2.PHASE_FINISHED)
+        log.info("run finished", step=self._step, policy_version=self._progress.policy_version)
+        if not self._config.exit_when_finished:
+            await self._between_steps(hold=True)
+
+    async def _unless(
+        self, interruption: Callable[[], Awaitable[None]], work: Awaitable[T], *, grace: float = 0.0
+    ) -> T:
+        """`work`, unless `interruption` ends first and `grace` seconds after it. Raises Interrupted then."""
+        task = asyncio.ensure_future(work)
+        alarm = asyncio.ensure_future(interruption())
+        try:
+            await asyncio.wait({task, alarm}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                await asyncio.wait({task}, timeout=grace)
+            if not task.done():
+                raise Interrupted
+            return task.result()
+        finally:
+            for each in (task, alarm):
+                each.cancel()
+            await asyncio.gather(task, alarm, return_exceptions=True)
+
+
+def _check_agrees(run: sample_buffer_pb2.ConfigureRunResponse, step: int, name: str) -> None:
+    """Refuse to go on from a checkpoint and a journal that do not belong together."""
+    if step > run.next_batch_step:
+        raise ConfigError(
+            f"run.name: the newest checkpoint of {name!r} holds {step} steps, but sample_buffer knows of only "
+            f"{run.next_batch_step}: its journal was lost. Restore the journal, or choose another run.name."
+        )
+    if step < run.next_commit_step:
+        raise ConfigError(
+            f"run.name: sample_buffer has {run.next_commit_step} committed steps of {name!r}, but the newest "
+            f"checkpoint holds {step}. Restore the checkpoints, or choose another run.name."
+        )
+
+
+def _merge(results: list[sample_buffer_pb2.DomainResult], step: int, version: int) -> ValidationReport:
+    """One report over all domains, each episode counting alike."""
+    scored = [result for result in results if result.episode_count]
+    episodes = sum(result.episode_count for result in scored)
+
+    def mean(values: Iterator[tuple[float, int]]) -> float:
+        pairs = list(values)
+        return sum(value * count for value, count in pairs) / max(1, sum(count for _, count in pairs))
+
+    names = sorted({name for result in scored for name in result.mean_metrics})
+    return ValidationReport(
+        step_count=step,
+        mean_reward=mean((result.mean_reward, result.episode_count) for result in scored),
+        metrics={
+            name: mean((each.mean_metrics[name], each.episode_count) for each in scored if name in each.mean_metrics)
+            for name in names
+        },
+        episode_count=episodes,
+        policy_version=version,
+        time=time.time(),
+    )
+
+
+def _log_step(report: StepReport) -> None:
+    shown = ("loss", "grad_norm", "clipped", "staleness_max", "episode_success")
+    log.info(
+        "step done",
+        step=report.step,
+        reward=round(report.mean_reward, 4),
+        **{name: round(report.metrics[name], 4) for name in shown if name in report.metrics},
+        wait_s=round(report.wait_seconds, 2),
+        train_s=round(report.train_seconds, 2),
+        publish_s=round(report.publish_seconds, 2),
+    )
+
+
+def _next_or_none(losses: Iterator[float]) -> float | None:
+    return next(losses, None)

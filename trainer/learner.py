@@ -1,0 +1,170 @@
+"""Learning without a farm: groups in, metrics and weights out. Synchronous, and run in one thread.
+
+The result of a step is a pure function of the weights, the batch and the configuration.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+
+import structlog
+import torch
+from torch import Tensor
+
+from rollfarm.run import ModelConfig, RunConfig
+from rollfarm.v1 import sample_buffer_pb2
+from trainer import warm_start
+from trainer.algorithms.advantages import Advantage
+from trainer.backends import Backend
+from trainer.backends.replicated import ReplicatedBackend
+from trainer.config import TrainerConfig, TrainerRoot
+from trainer.objective import Objective, advantage_of, policy_objective, supervised_objective
+from trainer.ranks import Leader, choose_device, join
+from trainer.rows import row_of, with_advantages
+from trainer.weights.snapshot import Snapshot, take_snapshot
+
+log = structlog.get_logger()
+
+POLICY, SUPERVISED = "policy", "supervised"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one step measured."""
+
+    mean_reward: float
+    """Of the batch's trajectories."""
+
+    metrics: dict[str, float]
+    """Finite values by name."""
+
+
+def objectives(config: TrainerConfig) -> dict[str, Objective]:
+    """What ranks may be asked to minimise, by name."""
+    return {POLICY: policy_objective(config), SUPERVISED: supervised_objective()}
+
+
+def build_backend(model: ModelConfig, config: TrainerConfig) -> Backend:
+    """This rank's model and optimiser, after it met the other ranks. Raises ConfigError."""
+    device = choose_device(config.device)
+    join(device, config.rank_timeout_seconds)
+    return ReplicatedBackend(
+        model.path,
+        device=device,
+        compute_dtype=getattr(torch, model.dtype),
+        micro_batch_tokens=config.micro_batch_tokens,
+        max_grad_norm=config.max_grad_norm,
+        weight_decay=config.weight_decay,
+        betas=config.betas,
+    )
+
+
+def build_learner(root: TrainerRoot) -> "Learner":
+    """Rank 0's learner. Raises ConfigError."""
+    known = objectives(root.trainer)
+    leader = Leader(build_backend(root.model, root.trainer), known)
+    return Learner(leader, known, advantage_of(root.trainer), root.run, root.model, root.trainer)
+
+
+class Learner:
+    """The policy as it is now, and how it learns from a batch."""
+
+    def __init__(
+        self,
+        leader: Leader,
+        known: dict[str, Objective],
+        advantage: Advantage,
+        run: RunConfig,
+        model: ModelConfig,
+        config: TrainerConfig,
+    ) -> None:
+        self.leader = leader
+        self._objectives = known
+        self._advantage = advantage
+        self._run = run
+        self._model = model
+        self._config = config
+
+    def learn(self, batch: sample_buffer_pb2.Batch, groups: Sequence[sample_buffer_pb2.Group]) -> Outcome:
+        """One optimiser step on the batch. A step that is not finite changes nothing but is counted."""
+        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
+        rewards_BG = torch.tensor([[each.reward for each in group.trajectories] for group in groups]).double()
+        rows = with_advantages([row_of(each) for each in trajectories], self._advantages(rewards_BG, batch.step))
+        norm = self._objectives[POLICY].norm(rows)
+        metrics = self.leader.train_step(rows, POLICY, norm=norm, lr=self.lr_at(batch.step))
+        if metrics["skipped"]:
+            log.error(
+                "step skipped: loss or gradient is not finite",
+                step=batch.step,
+                batch_id=batch.batch_id,
+                group_ids=[group.group_id for group in groups],
+            )
+        lags = [batch.policy_version - row.oldest_version for row in rows]
+        names = sorted({name for each in trajectories for name in each.metrics})
+        metrics |= {
+            "reward_std": float(rewards_BG.std(correction=0)),
+            "staleness": fmean(lags),
+            "staleness_max": max(lags),
+            "zero_advantage_share": fmean(row.advantage == 0 for row in rows),
+            "episode_tokens": fmean(len(row) for row in rows),
+            **{
+                f"episode_{name}": fmean(each.metrics[name] for each in trajectories if name in each.metrics)
+                for name in names
+            },
+        }
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        return Outcome(float(rewards_BG.mean()), finite)
+
+    def lr_at(self, step: int) -> float:
+        """The learning rate of a step, from 0."""
+        config, total = self._config, self._run.steps
+        warmth = min(1.0, (step + 1) / config.lr_warmup_steps) if config.lr_warmup_steps else 1.0
+        done = min(1.0, step / total) if total else 0.0
+        shape = {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}
+        return config.lr * warmth * shape[config.lr_schedule]
+
+    def warm_start(self) -> Iterator[float]:
+        """Supervised steps, one for each item: its loss. The optimiser is fresh afterwards."""
+        from transformers import AutoTokenizer
+
+        settings = self._config.warm_start
+        if settings.data is None or settings.steps == 0:
+            return
+        tokenizer = AutoTokenizer.from_pretrained(self._model.path)
+        rows = [
+            warm_start.conversation_row(tokenizer, messages)
+            for messages in warm_start.load_conversations(settings.data)
+        ]
+        chosen = warm_start.batches(rows, batch_size=settings.batch_size, steps=settings.steps, seed=self._config.seed)
+        for step, batch in enumerate(chosen):
+            lr = settings.lr * (1 - step / settings.steps)
+            norm = self._objectives[SUPERVISED].norm(batch)
+            yield self.leader.train_step(batch, SUPERVISED, norm=norm, lr=lr).get("loss", math.nan)
+        self.leader.reset_optimizer()
+
+    def snapshot(self, policy_version: int) -> Snapshot:
+        """A copy of the weights for engines."""
+        return take_snapshot(
+            self.leader.export_named_tensors(),
+            policy_version=policy_version,
+            dtype=getattr(torch, self._model.dtype),
+            bucket_size_bytes=self._config.bucket_size_mb * 1024 * 1024,
+        )
+
+    def save(self, folder: Path) -> None:
+        self.leader.save(folder)
+
+    def load(self, folder: Path) -> None:
+        self.leader.load(folder)
+
+    def export(self, folder: Path) -> None:
+        self.leader.export(folder)
+
+    def _advantages(self, rewards_BG: Tensor, step: int) -> list[float]:
+        advantages = self._advantage(rewards_BG).flatten()
+        if self._config.shuffle_advantages:
+            dice = torch.Generator().manual_seed(hash((self._config.seed, step)) & 0x7FFFFFFF)
+            advantages = advantages[torch.randperm(len(advantages), generator=dice)]
+        return advantages.tolist()

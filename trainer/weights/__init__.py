@@ -1,0 +1,1 @@
+"""How trained weights reach running engines."""

@@ -1,0 +1,114 @@
+"""Puts the trainer together, in order."""
+
+import asyncio
+
+import torch
+from grpc import aio
+
+from rollfarm import rpc, service
+from rollfarm.config import ConfigError
+from rollfarm.v1 import llm_proxy_pb2_grpc, sample_buffer_pb2_grpc, trainer_pb2_grpc
+from trainer import ranks, warm_start
+from trainer.checkpoints import Checkpoints
+from trainer.config import TrainerConfig, TrainerRoot
+from trainer.controller import Controller
+from trainer.controls import Controls
+from trainer.create_model import ensure_model
+from trainer.farm import SampleBuffer
+from trainer.learner import build_backend, build_learner, objectives
+from trainer.objective import advantage_of
+from trainer.progress import Progress
+from trainer.server import SERVICE, TrainerServicer
+from trainer.weights.gloo import Links
+from trainer.weights.publisher import Publisher
+
+
+def check(root: TrainerRoot) -> None:
+    """Find what is wrong with the configuration before anything starts. Raises ConfigError."""
+    objectives(root.trainer)
+    advantage_of(root.trainer)
+    if root.trainer.warm_start.data is not None:
+        warm_start.load_conversations(root.trainer.warm_start.data)
+    if root.trainer.threads:
+        torch.set_num_threads(root.trainer.threads)
+    ensure_model(root.model)
+
+
+def is_follower() -> bool:
+    """Whether this process is a rank other than 0."""
+    return ranks.rank() > 0
+
+
+def follow(root: TrainerRoot) -> None:
+    """Do as rank 0 does until it is done."""
+    ranks.follow(lambda: build_backend(root.model, root.trainer), objectives(root.trainer))
+
+
+async def serve(root: TrainerRoot) -> None:
+    """Serve and learn until the run is over or the trainer is asked to stop."""
+    config = root.trainer
+    progress = Progress(root.run.name, root.run.steps, root.run.path / "metrics.jsonl")
+    controls = Controls()
+    asked, stop = service.stop_on_signal(), asyncio.Event()
+    async with rpc.channel(config.sample_buffer_address) as buffer, rpc.channel(config.llm_proxy_address) as proxy:
+        publisher = Publisher(
+            llm_proxy_pb2_grpc.LlmProxyServiceStub(proxy),
+            _links(config),
+            mode=config.update_mode,
+            transfer_timeout_seconds=config.transfer_timeout_seconds,
+        )
+        controller = Controller(
+            root,
+            lambda: build_learner(root),
+            SampleBuffer(
+                sample_buffer_pb2_grpc.SampleBufferServiceStub(buffer),
+                run_id=root.run.name,
+                trainer_id=config.trainer_id,
+            ),
+            publisher,
+            Checkpoints(root.run.path / "checkpoints", run_id=root.run.name, keep=config.keep_checkpoints),
+            progress,
+            controls,
+        )
+
+        def register(server: aio.Server) -> None:
+            trainer_pb2_grpc.add_TrainerServiceServicer_to_server(TrainerServicer(progress, controls), server)
+
+        async def drain_when_asked() -> None:
+            await asked.wait()
+            controls.drain()
+
+        async def learn() -> None:
+            await controller.run()
+            stop.set()
+
+        loops = [drain_when_asked, learn, publisher.watch]
+        if ranks.world_size() > 1:
+            loops.append(lambda: controller.pulse(ranks.PULSE_SECONDS))
+        try:
+            await service.serve(register, config.listen, *loops, services=[SERVICE], stop=stop)
+        except BaseExceptionGroup as group:
+            if wrong := _config_error(group):
+                raise wrong from None
+            raise
+
+
+def _links(config: TrainerConfig) -> Links:
+    try:
+        return Links(
+            host=config.weights_host, port=config.weights_port, timeout_seconds=config.transfer_timeout_seconds
+        )
+    except (RuntimeError, OSError) as error:
+        raise ConfigError(
+            f"trainer.weights_port: cannot listen on {config.weights_host}:{config.weights_port}: "
+            f"{str(error).splitlines()[0]} Choose another port, or 0."
+        ) from None
+
+
+def _config_error(group: BaseExceptionGroup) -> ConfigError | None:
+    """The first wrong setting among what went wrong."""
+    for error in group.exceptions:
+        found = _config_error(error) if isinstance(error, BaseExceptionGroup) else error
+        if isinstance(found, ConfigError):
+            return found
+    return None
