@@ -87,6 +87,9 @@ class Generator:
             group.create_task(self._cancel())
             while True:
                 await self._stream()
+                # Before Python 3.13, a TaskGroup forgets a cancellation that comes together with a failure.
+                if (task := asyncio.current_task()) is not None and task.cancelling():
+                    raise asyncio.CancelledError
                 RECONNECTS.inc()
                 await asyncio.sleep(self._backoff)
                 self._backoff = min(2 * self._backoff, rpc.LAST_RETRY_SECONDS)

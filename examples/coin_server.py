@@ -1,14 +1,14 @@
-"""A whole environment outside the farm, in a process of its own: a coin shows one side, and the policy names the other.
+"""A whole environment outside the farm, in a process of its own: a coin shows one side, the policy names the other.
 
-    python examples/coin_server.py --port 7730
-    python -m env_manager farm.toml --env_manager.servers '["127.0.0.1:7730"]'
+python examples/coin_server.py --port 7730, then in the farm's file:
 
-with a domain in the farm's file that plays it, and [reward_gateway.domains.coin] with the reward "environment":
-
+    [env_manager]
+    servers = ["127.0.0.1:7730"]
     [[run.domains]]
     name = "coin"
     environment = "coin"
-    settings = { flips = 5 }
+    [reward_gateway.domains.coin]
+    rewards = [{ name = "environment" }]
 """
 
 import random
@@ -19,10 +19,8 @@ OTHER = {"heads": "tails", "tails": "heads"}
 
 
 class Coin(Environment):
-    """Name the side of the coin that does not show."""
-
     def __init__(self, *, flips: int = 3) -> None:
-        self.left = self.flips = flips
+        self.flips, self.turn, self.hits = flips, 0, 0
 
     def reset(self, seed: int, index: int) -> str:
         self.chance = random.Random(seed)
@@ -33,9 +31,10 @@ class Coin(Environment):
         return f"the coin shows {self.side}"
 
     def step(self, action: str) -> Step:
-        self.left -= 1
         right = action.strip() == OTHER[self.side]
-        return Step(self.flip(), reward=right / self.flips, done=self.left == 0, metrics={"success": float(right)})
+        self.turn, self.hits = self.turn + 1, self.hits + right
+        metrics = {"success": self.hits / self.flips}
+        return Step(self.flip(), reward=right / self.flips, done=self.turn == self.flips, metrics=metrics)
 
 
 if __name__ == "__main__":

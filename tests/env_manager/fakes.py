@@ -15,7 +15,7 @@ from env_manager.config import EnvManagerConfig
 from env_manager.rendering import Renderer
 from env_manager.server import open_worker
 from rollfarm import rpc, tokens
-from rollfarm.errors import FarmError, to_failure
+from rollfarm.errors import FarmError, LeaseExpired, to_failure
 from rollfarm.service import Changed, ErrorInterceptor, poll_seconds
 from rollfarm.v1 import (
     llm_proxy_pb2,
@@ -142,6 +142,8 @@ class FakeBuffer(sample_buffer_pb2_grpc.SampleBufferServiceServicer):
     refuse: FarmError | None = None
     """CompleteEpisode raises it."""
 
+    refused_count: int = 0
+
     changed: Changed = field(default_factory=Changed)
 
     def register(self, server: aio.Server) -> None:
@@ -181,12 +183,16 @@ class FakeBuffer(sample_buffer_pb2_grpc.SampleBufferServiceServicer):
 
     async def CompleteEpisode(self, request: sample_buffer_pb2.CompleteEpisodeRequest, context: Any) -> Any:
         if self.refuse is not None:
+            self.refused_count += 1
+            self.changed.notify()
             raise self.refuse
         self.completed[request.lease_id] = request.trajectory
         self.changed.notify()
         return sample_buffer_pb2.CompleteEpisodeResponse(disposition=sample_buffer_pb2.DISPOSITION_ACCEPTED)
 
     async def FailEpisode(self, request: sample_buffer_pb2.FailEpisodeRequest, context: Any) -> Any:
+        if request.lease_id in self.failed or request.lease_id in self.completed:
+            raise LeaseExpired("The episode has ended.")
         self.failed[request.lease_id] = request
         self.changed.notify()
         return sample_buffer_pb2.FailEpisodeResponse()

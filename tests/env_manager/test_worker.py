@@ -1,0 +1,138 @@
+"""Leases, and what happens to them when others restart or change their mind."""
+
+import asyncio
+
+import pytest
+
+from env_manager.generator import Generator
+from rollfarm import rpc
+from rollfarm.errors import JournalUnavailable
+from rollfarm.v1 import engine_pb2, llm_proxy_pb2, llm_proxy_pb2_grpc, sample_buffer_pb2, trajectory_pb2
+from tests.env_manager.fakes import FakeBuffer, FakeProxy, episode, serving, tokenizer, working
+
+TOKENIZER = tokenizer()
+LAKE = '{"size": 3, "holes": 0}'
+
+
+def left(prompt: object, asked: object) -> list[int]:
+    return TOKENIZER.encode("left")
+
+
+def silent(prompt: object, asked: object) -> None:
+    return None
+
+
+async def test_no_more_is_leased_than_there_are_free_slots():
+    buffer, proxy = FakeBuffer(), FakeProxy(left)
+    buffer.add(*[episode(settings=LAKE, member=member) for member in range(10)])
+    async with serving(proxy.register) as address, working(buffer, address, slots=4, environments=["frozen_lake"]):
+        await buffer.ended(10)
+
+    assert buffer.asked[0].max_leases == 4
+    assert all(1 <= asked.max_leases <= 4 for asked in buffer.asked)
+    assert {asked.worker_id for asked in buffer.asked} == {"worker-1"}
+    assert list(buffer.asked[0].environments) == ["frozen_lake"]
+    assert len(buffer.completed) == 10
+
+
+async def test_requests_of_parallel_episodes_travel_together():
+    buffer, proxy = FakeBuffer(), FakeProxy(left)
+    buffer.add(*[episode(settings=LAKE, member=member) for member in range(32)])
+    async with serving(proxy.register) as address, working(buffer, address):
+        await buffer.ended(32)
+
+    assert max(proxy.message_sizes) == 32
+    assert len(proxy.message_sizes) < len(proxy.requests) / 4
+
+
+async def test_a_cancelled_lease_ends_its_episode_silently_and_frees_generation_and_slot():
+    buffer, proxy = FakeBuffer(lease_seconds=0.6), FakeProxy(silent)
+    buffer.add(episode(settings=LAKE))
+    async with serving(proxy.register) as address, working(buffer, address, slots=1):
+        await proxy.until(lambda: bool(proxy.requests))
+        buffer.to_cancel.append(
+            sample_buffer_pb2.CancelledLease(lease_id="lease-0", outcome=trajectory_pb2.OUTCOME_CANCELLED)
+        )
+        await proxy.until(lambda: proxy.cancelled == ["lease-0/0"])
+        proxy.policy = left
+        buffer.add(episode(settings=LAKE))
+        await buffer.ended()
+
+    assert list(buffer.completed) == ["lease-1"]
+    assert not buffer.failed
+
+
+async def test_stopping_gives_every_lease_back_at_once():
+    buffer, proxy = FakeBuffer(), FakeProxy(silent)
+    buffer.add(*[episode(settings=LAKE, member=member) for member in range(3)])
+    async with serving(proxy.register) as address, working(buffer, address):
+        await proxy.until(lambda: len(proxy.requests) == 3)
+
+    assert {failed.outcome for failed in buffer.failed.values()} == {trajectory_pb2.OUTCOME_CANCELLED}
+    assert len(buffer.failed) == 3
+
+
+async def test_an_episode_rides_out_a_restart_of_the_proxy_and_asks_again_under_the_same_name():
+    buffer, first = FakeBuffer(), FakeProxy(lambda prompt, asked: left(0, 0) if len(prompt) < 20 else None)
+    buffer.add(episode(settings=LAKE))
+    serving_first = serving(first.register)
+    address = await serving_first.__aenter__()
+    async with working(buffer, address):
+        await first.until(lambda: len(first.requests) == 2)
+        await serving_first.__aexit__(None, None, None)
+        second = FakeProxy(left)
+        async with serving(second.register, int(address.split(":")[1])):
+            await buffer.ended()
+
+    (trajectory,) = buffer.completed.values()
+    assert len(trajectory.turns) == 12
+    assert second.requests[0] == first.requests[1]
+    assert [request.generation.request_id for request in second.requests] == [f"lease-0/{turn}" for turn in range(1, 6)]
+
+
+async def test_a_result_is_handed_in_when_the_buffer_is_back():
+    buffer, proxy = FakeBuffer(refuse=JournalUnavailable("Redis is away.")), FakeProxy(left)
+    buffer.add(episode(settings=LAKE))
+    async with serving(proxy.register) as address, working(buffer, address):
+        await buffer.until(lambda: buffer.refused_count == 2)
+        buffer.refuse = None
+        await buffer.ended()
+
+    assert list(buffer.completed) == ["lease-0"]
+
+
+async def test_a_bug_takes_the_worker_down_and_its_leases_are_given_back():
+    class Broken(Exception):
+        pass
+
+    class Renderer:
+        stop_token_ids = ()
+
+        def opening(self, shown: object) -> None:
+            raise Broken("not an episode's fault")
+
+    buffer, proxy = FakeBuffer(), FakeProxy(left)
+    buffer.add(episode(settings=LAKE))
+    with pytest.raises(ExceptionGroup) as crash:
+        async with serving(proxy.register) as address, working(buffer, address, renderer=Renderer()) as running:
+            await asyncio.wait([running])
+
+    assert crash.group_contains(Broken)
+    assert buffer.failed["lease-0"].outcome == trajectory_pb2.OUTCOME_CANCELLED
+
+
+async def test_a_generation_that_nobody_waits_for_is_cancelled_and_its_late_answer_ignored():
+    proxy = FakeProxy(silent)
+    asked = llm_proxy_pb2.ProxiedGeneration(generation=engine_pb2.Generation(request_id="r"))
+    async with serving(proxy.register) as address, rpc.channel(address) as channel:
+        generator = Generator(llm_proxy_pb2_grpc.LlmProxyServiceStub(channel))
+        running = asyncio.create_task(generator.run())
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(generator.generate(asked), 0.2)
+        await proxy.until(lambda: proxy.cancelled == ["r"])
+        proxy.policy = left
+        answer = await asyncio.wait_for(generator.generate(asked), 5)
+        running.cancel()
+        await asyncio.wait([running])
+
+    assert answer.request_id == "r"
