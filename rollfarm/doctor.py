@@ -44,10 +44,11 @@ def main(argv: Sequence[str]) -> int:
         parser.print_help()
         return 0
 
-    from rich.console import Console
     from rich.text import Text
 
-    console = Console(highlight=False)
+    from rollfarm.up.console import make_console
+
+    console = make_console()
     failed = 0
     for finding in examine(argv):
         mark = Text("fail", style="bold red") if finding.remedy else Text(" ok ", style="green")

@@ -43,15 +43,14 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def _inspect(chosen: argparse.Namespace) -> int:
-    from rich.console import Console
-
     from rollfarm import rpc
     from rollfarm.status import base_port_of
+    from rollfarm.up.console import make_console
     from rollfarm.up.farm import Addresses
     from rollfarm.v1 import sample_buffer_pb2, sample_buffer_pb2_grpc
 
     address = chosen.address or Addresses.of(base_port_of(chosen.config), engines=0, env_managers=0).sample_buffer
-    console = Console(highlight=False)
+    console = make_console()
     async with rpc.channel(address) as channel:
         buffer = sample_buffer_pb2_grpc.SampleBufferServiceStub(channel)
 

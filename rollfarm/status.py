@@ -39,11 +39,10 @@ def base_port_of(config: Path | None) -> int:
 
 
 async def _status(base_port: int) -> int:
-    from rich.console import Console
     from rich.table import Table
 
     from rollfarm.rpc import is_serving
-    from rollfarm.up.console import flow, phase_text
+    from rollfarm.up.console import flow, make_console, phase_text
     from rollfarm.up.farm import Addresses
     from rollfarm.up.watch import Watcher
 
@@ -54,7 +53,7 @@ async def _status(base_port: int) -> int:
         )
     picture = watcher.picture
     up = dict(zip(addresses.named(), serving, strict=True))
-    console = Console(highlight=False)
+    console = make_console()
     if not any(up.values()):
         console.print(
             f"No service answers on ports {base_port + 1} to {base_port + 29}. Start one with `rollfarm up`, or give "

@@ -38,6 +38,7 @@ PHASES: dict[int, str] = {
 BLOCKS = " ▁▂▃▄▅▆▇█"
 EVENTS_KEPT = 5
 CURVE_ROWS = 4
+PIPE_WIDTH = 160
 
 
 @dataclass
@@ -208,9 +209,10 @@ def number_text(value: float) -> str:
     return f"{value:.0f}"
 
 
-def make_console(*, live: bool) -> Console:
-    """On stderr: stdout carries the result alone."""
-    return Console(stderr=True, force_terminal=True if live else None, highlight=False)
+def make_console(*, stderr: bool = False) -> Console:
+    """A console that wraps at the terminal's edge, and far out where lines go to a file or a pipe."""
+    console = Console(stderr=stderr, highlight=False)
+    return console if console.is_terminal else Console(stderr=stderr, highlight=False, width=PIPE_WIDTH)
 
 
 def _table(*names: str) -> Table:

@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from enum import Enum
 from pathlib import Path
 
-from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
@@ -54,7 +53,6 @@ class _Session:
         self._resumed = resumed
         self._began = time.monotonic()
         self._live = farm.up.console == "live" or (farm.up.console == "auto" and sys.stderr.isatty())
-        self._console = make_console(live=self._live)
         self._watcher = Watcher(planned.addresses)
         self._supervisor = Supervisor(planned.specs, farm.up, logs=farm.run.path / "logs", say=self._say)
         self._screen = Screen(farm.run.name, self._watcher.picture, self._supervisor.children, self._began)
@@ -84,12 +82,15 @@ class _Session:
             running.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await running
+        if self._watcher.finished.is_set():
+            return Ending.FINISHED
         return Ending.INTERRUPTED if interrupted.is_set() else Ending.TIME_LIMIT
 
     async def _finish(self) -> None:
         """Wait for the last step, and look once more for the final numbers."""
         await self._watcher.finished.wait()
         await self._watcher.look()
+        self._say("every step is done; draining")
 
     @contextlib.asynccontextmanager
     async def _beside(self) -> AsyncIterator[None]:
@@ -98,7 +99,8 @@ class _Session:
         if self._farm.up.console == "off":
             shown = contextlib.nullcontext()
         elif self._live:
-            shown = Live(self._screen, console=self._console, refresh_per_second=REFRESH_PER_SECOND, transient=True)
+            console = make_console(stderr=True)
+            shown = Live(self._screen, console=console, refresh_per_second=REFRESH_PER_SECOND, transient=True)
         else:
             shown = contextlib.nullcontext()
             tasks.append(asyncio.create_task(self._show_plainly()))
@@ -111,7 +113,7 @@ class _Session:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _show_plainly(self) -> None:
-        while True:
+        while not self._supervisor.draining:
             await asyncio.sleep(self._farm.up.plain_seconds)
             line = plain_line(self._watcher.picture, self._supervisor.children, time.monotonic())
             print(line, file=sys.stderr, flush=True)
@@ -127,6 +129,11 @@ class _Session:
         if failed.tail:
             print(f"The last lines of {failed.log}:", file=sys.stderr)
             print("  " + failed.tail.replace("\n", "\n  "), file=sys.stderr)
+        if self._watcher.picture.steps:
+            print(f"Then go on with: {self._resume()}", file=sys.stderr)
+
+    def _resume(self) -> str:
+        return f"rollfarm up {self._farm.run.path / folder.CONFIG}"
 
     def _conclude(self, ending: Ending) -> int:
         """Write what remains, say what came of it, and choose the exit status."""
@@ -156,11 +163,11 @@ class _Session:
         table.add_column()
         for name, value in summary.lines(result, min_gain):
             table.add_row(name, value)
-        console = Console(stderr=True, highlight=False)
+        console = make_console(stderr=True)
         console.print()
         console.print(table)
         if ending is not Ending.FINISHED:
-            console.print(f"\nNot finished. Go on with: [bold]rollfarm up {self._farm.run.path / folder.CONFIG}[/]")
+            console.print(f"\nNot finished. Go on with: [bold]{self._resume()}[/]")
         elif not result.reached(min_gain):
             console.print(f"\n[bold red]The {result.metric} did not rise by {min_gain:g}.[/]")
         console.print()

@@ -154,7 +154,9 @@ def _rise(summary: Summary, min_gain: float) -> str:
     if summary.reward_after is None or summary.gain is None:
         return f"{summary.reward_before:.3f} before; not validated after"
     asked = (
-        "" if not min_gain else f", {'at least' if summary.reached(min_gain) else 'less than the'} {min_gain:g} asked for"
+        ""
+        if not min_gain
+        else f", {'at least' if summary.reached(min_gain) else 'less than the'} {min_gain:g} asked for"
     )
     return f"{summary.reward_before:.3f} before, {summary.reward_after:.3f} after ({summary.gain:+.3f}{asked})"
 

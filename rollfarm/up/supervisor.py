@@ -6,11 +6,11 @@ when it dies. Processes are ended in one place alone, `_drain`, on every way out
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rollfarm.config import EXIT_BAD_CONFIG
 from rollfarm.rpc import is_serving
@@ -55,6 +55,8 @@ class Supervisor:
         ]
         self._hurry = asyncio.Event()
         self._leash = -1
+        self.draining = False
+        """Whether every process is being ended."""
 
     @property
     def children(self) -> list[Child]:
@@ -83,7 +85,8 @@ class Supervisor:
         except BaseExceptionGroup as errors:
             raise _first(errors) from None
         finally:
-            await asyncio.shield(self._drain())
+            self.draining = True
+            await _to_the_end(self._drain())
             os.close(held)
             os.close(self._leash)
 
@@ -192,6 +195,20 @@ class Supervisor:
         for child in living:
             await child.exit()
             child.enter(State.STOPPED)
+
+
+async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
+    """Await `work` even if we are cancelled meanwhile; the cancellation is raised afterwards."""
+    task = asyncio.create_task(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    task.result()
+    if cancelled is not None:
+        raise cancelled
 
 
 async def _ready(spec: ProcessSpec) -> None:

@@ -242,3 +242,25 @@ async def test_the_leash_ends_valkey_when_its_supervisor_is_gone(tmp_path) -> No
     leash.stdin.close()
 
     assert await asyncio.to_thread(leash.wait, 10) == 0
+
+
+async def test_cancelling_the_farm_while_it_drains_does_not_cut_the_drain_short(tmp_path: Path) -> None:
+    order = tmp_path / "order"
+    specs = spec("store", "drained", order, "store"), spec("slow", "stubborn", tmp_path / "pids")
+    farm = supervisor(tmp_path, *specs, up=UpConfig(drain_seconds=1))
+    farm_ready = asyncio.Event()
+
+    async def work() -> None:
+        await until(lambda: catches_sigterm(farm.children[0]) and (tmp_path / "pids").exists())
+        farm_ready.set()
+
+    running = asyncio.create_task(farm.run(work))
+    await farm_ready.wait()
+    await until(lambda: farm.draining)
+
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+
+    assert order.read_text().split() == ["store"]
+    assert not any(child.alive for child in farm.children)
