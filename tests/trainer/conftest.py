@@ -1,0 +1,87 @@
+"""A tiny real model, and groups as sample_buffer delivers them."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy as np
+import pytest
+import torch
+
+from rollfarm.run import ModelConfig, TinyModelConfig
+from rollfarm.tokens import pack_ids, pack_logprobs
+from rollfarm.v1 import sample_buffer_pb2, trajectory_pb2
+from trainer.backends.replicated import ReplicatedBackend
+from trainer.create_model import ensure_model
+from trainer.rows import Row
+
+torch.set_num_threads(1)
+
+WORDS = "left right up down go stop ice hole 0 1 2 3"
+
+
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of one narrow layer."""
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    create = TinyModelConfig(words=WORDS, hidden_size=32, layers=1, heads=2, context_tokens=64)
+    ensure_model(ModelConfig(path=str(path), create=create))
+    return path
+
+
+@pytest.fixture
+def backend(model_path: Path) -> ReplicatedBackend:
+    return make_backend(model_path)
+
+
+def make_backend(path: Path, micro_batch_tokens: int = 4096) -> ReplicatedBackend:
+    return ReplicatedBackend(str(path), device=torch.device("cpu"), micro_batch_tokens=micro_batch_tokens)
+
+
+def random_rows(count: int, *, seed: int = 0, vocabulary: int = 18) -> list[Row]:
+    """Rows of 4 to 23 tokens, about half of them the policy's."""
+    dice = np.random.default_rng(seed)
+    rows: list[Row] = []
+    for _ in range(count):
+        length = int(dice.integers(4, 24))
+        mask = dice.random(length) < 0.5
+        mask[0], mask[-1] = False, True
+        logp = np.where(mask, dice.normal(-2.9, 0.3, length), 0).astype(np.float32)
+        rows.append(
+            Row(dice.integers(0, vocabulary, length).astype(np.int32), mask, logp, advantage=float(dice.normal()))
+        )
+    return rows
+
+
+def turn(author: "trajectory_pb2.Author.ValueType", ids: Sequence[int], version: int = 1) -> trajectory_pb2.Turn:
+    made = trajectory_pb2.Turn(author=author, token_ids=pack_ids(ids))
+    if author == trajectory_pb2.AUTHOR_POLICY:
+        made.logprobs = pack_logprobs([-2.9] * len(ids))
+        made.version_spans.add(policy_version=version, token_count=len(ids))
+    return made
+
+
+def trajectory(reward: float, *, action: int = 7, version: int = 1, name: str = "t") -> trajectory_pb2.Trajectory:
+    """Two turns: it sees 8 9, acts, sees 10, acts."""
+    return trajectory_pb2.Trajectory(
+        trajectory_id=name,
+        turns=[
+            turn(trajectory_pb2.AUTHOR_ENVIRONMENT, [8, 9]),
+            turn(trajectory_pb2.AUTHOR_POLICY, [action], version),
+            turn(trajectory_pb2.AUTHOR_ENVIRONMENT, [10]),
+            turn(trajectory_pb2.AUTHOR_POLICY, [action, 2], version + 1),
+        ],
+        outcome=trajectory_pb2.OUTCOME_OK,
+        reward=reward,
+        metrics={"success": reward},
+        oldest_policy_version=version,
+    )
+
+
+def group(name: str, rewards: Sequence[float]) -> sample_buffer_pb2.Group:
+    """A group in which the members that are paid act alike, and so do the others."""
+    return sample_buffer_pb2.Group(
+        group_id=name, trajectories=[trajectory(reward, action=7 if reward > 0 else 6) for reward in rewards]
+    )

@@ -1,0 +1,127 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rollfarm.config import ConfigError
+from rollfarm.run import ModelConfig, TinyModelConfig
+from tests.trainer.conftest import WORDS, make_backend, random_rows
+from trainer.backends import logprobs
+from trainer.backends.replicated import ReplicatedBackend
+from trainer.config import TrainerConfig
+from trainer.create_model import ensure_model
+from trainer.objective import policy_objective
+from trainer.rows import Row
+
+OBJECTIVE = policy_objective(TrainerConfig())
+
+
+def step(backend: ReplicatedBackend, rows: list[Row], lr: float = 1e-2) -> dict[str, float]:
+    return backend.train_step(rows, OBJECTIVE, norm=OBJECTIVE.norm(rows), lr=lr)
+
+
+def weights(backend: ReplicatedBackend) -> torch.Tensor:
+    return torch.cat([tensor.flatten() for _, tensor in backend.export_named_tensors()])
+
+
+def test_log_probabilities_are_those_of_a_hugging_face_forward(model_path: Path, backend: ReplicatedBackend):
+    rows = random_rows(9)
+    reference = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+
+    found = backend.logprobs(rows)
+
+    for row, logp_T in zip(rows, found, strict=True):
+        ids = torch.from_numpy(row.ids_T).long()[None]
+        with torch.no_grad():
+            all_logp = reference(ids).logits[0, :-1].log_softmax(-1)
+        expected = all_logp.gather(-1, ids[0, 1:, None])[:, 0].numpy()
+        assert logp_T[1:][row.mask_T[1:]] == pytest.approx(expected[row.mask_T[1:]], abs=1e-5)
+        assert not logp_T[~row.mask_T].any()
+
+
+def test_micro_batches_do_not_change_the_result(model_path: Path):
+    rows = random_rows(24)
+    whole, split = make_backend(model_path, 10_000), make_backend(model_path, 30)
+
+    at_once, in_parts = step(whole, rows), step(split, rows)
+
+    assert in_parts == pytest.approx(at_once, abs=1e-5)
+    assert torch.allclose(weights(whole), weights(split), atol=1e-5)
+
+
+def test_logits_made_in_chunks_give_the_same_gradient(model_path: Path, monkeypatch: pytest.MonkeyPatch):
+    rows = random_rows(12)
+    whole, chunked = make_backend(model_path), make_backend(model_path)
+
+    at_once = step(whole, rows)
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 40)
+    in_parts = step(chunked, rows)
+
+    assert in_parts == pytest.approx(at_once, abs=1e-5)
+
+
+def test_tokens_with_a_good_advantage_become_likelier(backend: ReplicatedBackend):
+    rows = [Row(row.ids_T, row.mask_T, logp_T, advantage=1.0) for row, logp_T in _with_logp(backend, random_rows(8))]
+    before = sum(logp_T.sum() for logp_T in backend.logprobs(rows))
+
+    first = step(backend, rows)
+
+    assert first["ratio"] == pytest.approx(1.0, abs=1e-6)
+    assert sum(logp_T.sum() for logp_T in backend.logprobs(rows)) > before
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_a_step_that_is_not_finite_changes_nothing_and_the_next_one_learns(backend: ReplicatedBackend, poison: float):
+    rows = random_rows(8)
+    before = weights(backend)
+    poisoned = [Row(rows[0].ids_T, rows[0].mask_T, rows[0].behavior_logp_T, advantage=poison), *rows[1:]]
+
+    assert step(backend, poisoned)["skipped"] == 1
+    assert torch.equal(weights(backend), before)
+
+    assert step(backend, rows)["skipped"] == 0
+    assert not torch.equal(weights(backend), before)
+
+
+def test_training_goes_on_from_a_checkpoint_as_if_never_interrupted(model_path: Path, tmp_path: Path):
+    batches = [random_rows(6, seed=seed) for seed in range(4)]
+    straight, stopped = make_backend(model_path), make_backend(model_path)
+    for rows in batches:
+        step(straight, rows)
+    for rows in batches[:2]:
+        step(stopped, rows)
+    stopped.save(tmp_path)
+
+    resumed = make_backend(model_path)
+    resumed.load(tmp_path)
+    for rows in batches[2:]:
+        step(resumed, rows)
+
+    assert torch.equal(weights(resumed), weights(straight))
+
+
+def test_a_checkpoint_of_another_model_is_refused(backend: ReplicatedBackend, tmp_path: Path):
+    other = tmp_path / "other"
+    create = TinyModelConfig(words=WORDS, hidden_size=32, layers=2, heads=2, context_tokens=64)
+    ensure_model(ModelConfig(path=str(other), create=create))
+    backend.save(tmp_path)
+
+    with pytest.raises(ConfigError, match="holds another model"):
+        make_backend(other).load(tmp_path)
+
+
+def test_an_export_loads_anywhere_with_its_tokenizer(backend: ReplicatedBackend, tmp_path: Path):
+    from transformers import AutoTokenizer
+
+    step(backend, random_rows(4))
+    backend.export(tmp_path)
+
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert np.allclose(torch.cat([each.flatten() for each in loaded.state_dict().values()]), weights(backend))
+    assert AutoTokenizer.from_pretrained(tmp_path).decode([6, 7]) == "left right"
+
+
+def _with_logp(backend: ReplicatedBackend, rows: list[Row]) -> list[tuple[Row, np.ndarray]]:
+    return list(zip(rows, backend.logprobs(rows), strict=True))
