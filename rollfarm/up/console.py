@@ -70,7 +70,7 @@ class Screen:
         line.add_column(justify="right")
         progress = self.picture.progress
         step = f"step {progress.step_count} of {progress.total_step_count or '∞'}" if progress else ""
-        left = self.picture.seconds_left(now)
+        left = self.picture.seconds_left()
         clock = f"{clock_text(now - self.began)} gone" + (f" · {clock_text(left)} left" if left is not None else "")
         line.add_row(
             Text.assemble(
@@ -152,7 +152,7 @@ def flow(picture: Picture, *, rates: bool = True) -> list[tuple[str, str]]:
     return rows or [("", "the services are starting")]
 
 
-def plain_line(picture: Picture, children: Sequence[Child], now: float) -> str:
+def plain_line(picture: Picture, children: Sequence[Child]) -> str:
     """The same in one line."""
     progress, buffer, proxy = picture.progress, picture.buffer, picture.proxy
     up = sum(child.state is State.RUNNING for child in children)
@@ -168,7 +168,7 @@ def plain_line(picture: Picture, children: Sequence[Child], now: float) -> str:
     if proxy is not None:
         parts.append(f"{proxy.queued_count}+{proxy.running_count} generations")
         parts.append(f"{number_text(picture.tokens.per_second())} tok/s")
-    if (left := picture.seconds_left(now)) is not None:
+    if (left := picture.seconds_left()) is not None:
         parts.append(f"{clock_text(left)} left")
     return " · ".join(parts)
 

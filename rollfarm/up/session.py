@@ -115,7 +115,7 @@ class _Session:
     async def _show_plainly(self) -> None:
         while not self._supervisor.draining:
             await asyncio.sleep(self._farm.up.plain_seconds)
-            line = plain_line(self._watcher.picture, self._supervisor.children, time.monotonic())
+            line = plain_line(self._watcher.picture, self._supervisor.children)
             print(line, file=sys.stderr, flush=True)
 
     def _say(self, text: str) -> None:

@@ -27,6 +27,8 @@ from rollfarm.v1 import (
 PERIOD_SECONDS = 1.0
 ANSWER_SECONDS = 2.0
 RATE_WINDOW_SECONDS = 10.0
+PACE_STEPS = 8
+"""Steps from which the time that is left is estimated."""
 
 
 class Rate:
@@ -65,8 +67,6 @@ class Picture:
     """Every step seen, the last account of each."""
     first_steps_at: float | None = None
     """When a training step was first seen, monotonic seconds."""
-    first_step: int = 0
-    """Steps done before this command began."""
     tokens: Rate = field(default_factory=Rate)
 
     @property
@@ -81,15 +81,13 @@ class Picture:
         """Mean reward of each step, in order."""
         return [self.steps[step].mean_reward for step in sorted(self.steps)]
 
-    def seconds_left(self, now: float) -> float | None:
-        """How long the remaining steps will take at the pace so far; None where that is unknown."""
-        progress = self.progress
-        if progress is None or self.first_steps_at is None or not progress.total_step_count:
+    def seconds_left(self) -> float | None:
+        """How long the remaining steps will take at the pace of the last few; None where that is unknown."""
+        if self.progress is None or not self.progress.total_step_count or not self.steps:
             return None
-        done = progress.step_count - self.first_step
-        if done < 1:
-            return None
-        return (progress.total_step_count - progress.step_count) * (now - self.first_steps_at) / done
+        last = [self.steps[number] for number in sorted(self.steps)[-PACE_STEPS:]]
+        pace = sum(_seconds(step) for step in last) / len(last)
+        return (self.progress.total_step_count - self.progress.step_count) * pace
 
     def learn(self, progress: trainer_pb2.GetProgressResponse, now: float) -> None:
         """Take in what the trainer said."""
@@ -98,7 +96,6 @@ class Picture:
         self.steps = kept | {step.step: step for step in progress.steps}
         if self.first_steps_at is None and progress.phase in (trainer_pb2.PHASE_WAITING, trainer_pb2.PHASE_TRAINING):
             self.first_steps_at = now
-            self.first_step = progress.step_count
 
 
 class Watcher:
@@ -160,6 +157,11 @@ class Watcher:
             picture.learn(progress, now)
         if picture.finished:
             self.finished.set()
+
+
+def _seconds(step: trainer_pb2.StepMetrics) -> float:
+    parts = (step.wait_duration, step.train_duration, step.publish_duration)
+    return sum(part.ToMicroseconds() for part in parts) / 1e6
 
 
 async def _answer(call: Awaitable[Any]) -> Any:

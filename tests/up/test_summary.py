@@ -146,15 +146,16 @@ def test_steps_that_a_crash_undid_leave_the_curve(picture: Picture) -> None:
     assert picture.rewards() == [0.0, 0.7]
 
 
-def test_time_left_follows_from_the_pace_of_this_session() -> None:
+def test_time_left_follows_from_the_pace_of_the_last_steps() -> None:
     picture = Picture()
     waiting = trainer_pb2.PHASE_WAITING
-    picture.learn(trainer_pb2.GetProgressResponse(phase=waiting, step_count=10, total_step_count=40), now=0.0)
-    assert picture.seconds_left(5.0) is None
+    picture.learn(trainer_pb2.GetProgressResponse(phase=waiting, total_step_count=40), now=0.0)
+    assert picture.seconds_left() is None
 
-    picture.learn(trainer_pb2.GetProgressResponse(phase=waiting, step_count=20, total_step_count=40), now=50.0)
+    two = [step(0, 0.1), step(1, 0.2)]
+    picture.learn(trainer_pb2.GetProgressResponse(phase=waiting, step_count=2, total_step_count=40, steps=two), now=7.0)
 
-    assert picture.seconds_left(50.0) == 100.0
+    assert picture.seconds_left() == 38 * 3.5
 
 
 def test_a_counter_that_falls_was_restarted_and_its_total_goes_on() -> None:
@@ -167,7 +168,7 @@ def test_a_counter_that_falls_was_restarted_and_its_total_goes_on() -> None:
 
 
 def test_a_plain_line_tells_the_essentials(picture: Picture) -> None:
-    line = plain_line(picture, [], now=100.0)
+    line = plain_line(picture, [])
 
     for part in ("step 4/4", "reward 0.30", "version 5", "credits 14/16", "max lag 1", "3+8 generations", "3000 tok/s"):
         assert part in line
