@@ -19,7 +19,7 @@ class VllmConfig(Config):
     """Interpreter of the environment that has vLLM; tools/install-vllm.sh makes it."""
 
     port: int = Field(default=0, ge=0, le=65535)
-    """Its HTTP port on loopback. 0 lets the system choose. Its routes are unauthenticated: never expose it."""
+    """Its HTTP port on loopback, for looking in from outside. 0 is a private socket: its routes are unauthenticated."""
 
     args: list[str] = []
     """Further arguments of its command line, after the host's own."""
@@ -91,6 +91,6 @@ def check_model(model: ModelConfig) -> None:
     hub = _HUB_NAME.fullmatch(model.path)
     if path.exists() or hub is None or Path(hub[1]).exists():
         raise ConfigError(
-            f"model.path: {path} is neither a folder nor an owner/name on the hub. Correct the path, or set model.create to "
-            "have a tiny model made there."
+            f"model.path: {path} is neither a folder nor an owner/name on the hub. Correct the path, or set "
+            "model.create to have a tiny model made there."
         )

@@ -1,24 +1,94 @@
 """Weights on their way in: joined, received into host memory, held until they are applied.
 
-At most one version is held. Nothing here touches the model: whatever fails, the old weights keep serving.
+At most one version is held. Nothing here touches the model: whatever fails, the old weights keep serving. No default
+process group is used, so groups live side by side, and one that fails disturbs no other.
 """
 
 import asyncio
 import concurrent.futures
+import datetime
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
 
 from rollfarm import buckets
+from rollfarm.buckets import Bucket
 from rollfarm.errors import InvalidArgument, WeightsFailed, WeightsMismatch, WeightsNotStaged
-from rollfarm.gloo import GlooGroup
 from rollfarm.v1 import engine_pb2
 
 T = TypeVar("T")
+
+Allocate = Callable[[int], Tensor]
+"""Host memory of so many bytes, as uint8."""
+
+_SENDER = 0
+_ALIGN_BYTES = 64
+
+
+def in_ram(size: int) -> Tensor:
+    """Memory of this process."""
+    return torch.empty(size, dtype=torch.uint8)
+
+
+class GlooGroup:
+    """One meeting of the trainer (rank 0) and this engine, with the memory that it fills."""
+
+    def __init__(self, group: engine_pb2.WeightGroup, *, seconds: float, allocate: Allocate) -> None:
+        """Block until every rank is there. `seconds` bounds this, and every broadcast. Raises WeightsFailed."""
+        self.group_name = group.group_name
+        self._allocate = allocate
+        self._memory = in_ram(0)
+        host, _, port = group.store_address.rpartition(":")
+        timeout = datetime.timedelta(seconds=seconds)
+        try:
+            store = TCPStore(host, int(port), is_master=False, timeout=timeout)
+            prefix = PrefixStore(group.group_name, store)
+            self._group = ProcessGroupGloo(prefix, group.rank, group.world_size, timeout)
+        except (RuntimeError, ValueError) as error:
+            raise WeightsFailed(
+                f"Weight group {group.group_name} at {group.store_address} did not meet: {_first_line(error)}.",
+                group_name=group.group_name,
+                store_address=group.store_address,
+            ) from error
+
+    def receive(self, plan: Sequence[Bucket]) -> tuple[Tensor, list[tuple[str, Tensor]]]:
+        """Block until every bucket is here: the memory, and the tensors in it. The next `receive` overwrites both.
+
+        Raises WeightsFailed, and then the group is of no further use.
+        """
+        places = _places(plan)
+        if self._memory.numel() < places[-1]:
+            self._memory = self._allocate(places[-1])
+        views: list[tuple[str, Tensor]] = []
+        for bucket, place in zip(plan, places, strict=False):
+            buffer = self._memory[place : place + bucket.size_bytes]
+            try:
+                self._group.broadcast(buffer, _SENDER).wait()  # pyright: ignore[reportAttributeAccessIssue]
+            except RuntimeError as error:
+                raise WeightsFailed(
+                    f"The sender in weight group {self.group_name} vanished: {_first_line(error)}.",
+                    group_name=self.group_name,
+                ) from error
+            flat = buffer.view(getattr(torch, bucket.dtype))
+            views += [(s.name, flat[s.offset : s.offset + s.numel].view(s.shape)) for s in bucket.slots]
+        return self._memory, views
+
+
+def _places(plan: Sequence[Bucket]) -> list[int]:
+    """Where each bucket begins in memory, and the end."""
+    places = [0]
+    for bucket in plan:
+        places.append(places[-1] + -(-bucket.size_bytes // _ALIGN_BYTES) * _ALIGN_BYTES)
+    return places
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,34 +97,30 @@ class Staged:
 
     policy_version: int
     tensors: list[tuple[str, Tensor]]
+    memory: Tensor
+    """What the tensors are views of."""
 
 
 class Receiver:
     """Staging for one model. Its methods are for the event loop; the waiting is done in threads."""
 
-    def __init__(self, expected: Mapping[str, Tensor], *, seconds: float) -> None:
+    def __init__(self, expected: Mapping[str, Tensor], *, seconds: float, allocate: Allocate = in_ram) -> None:
         """`expected`: the model's tensors under all of their names."""
-        self._expected = expected
-        self._seconds = seconds
-        self._group: GlooGroup | None = None
-        self._staged: Staged | None = None
         self.applying = asyncio.Lock()
         """Held while staged tensors are read; the next version waits for it."""
+
+        self._expected = expected
+        self._seconds = seconds
+        self._allocate = allocate
+        self._group: GlooGroup | None = None
+        self._staged: Staged | None = None
 
     async def join(self, group: engine_pb2.WeightGroup) -> None:
         """Meet the sender. The group joined before is given up first. Raises WeightsFailed and InvalidArgument."""
         if group.backend != "gloo":
             raise InvalidArgument(f"Weights cannot come by {group.backend!r}; this engine knows gloo.")
         self._group = None
-        self._group = await in_thread(
-            lambda: GlooGroup(
-                group_name=group.group_name,
-                store_address=group.store_address,
-                rank=group.rank,
-                world_size=group.world_size,
-                seconds=self._seconds,
-            )
-        )
+        self._group = await in_thread(lambda: GlooGroup(group, seconds=self._seconds, allocate=self._allocate))
 
     async def stage(self, request: engine_pb2.StageWeightsRequest) -> int:
         """Receive a version; its size in bytes.
@@ -69,12 +135,12 @@ class Receiver:
         try:
             check(request.tensors, self._expected)
             plan = buckets.plan(request.tensors, request.bucket_size_bytes)
-            tensors = await in_thread(lambda: group.receive(plan))
+            memory, tensors = await in_thread(lambda: group.receive(plan))
         except BaseException:
             if self._group is group:
                 self._group = None
             raise
-        self._staged = Staged(request.policy_version, tensors)
+        self._staged = Staged(request.policy_version, tensors, memory)
         return sum(bucket.size_bytes for bucket in plan)
 
     def staged(self, policy_version: int) -> Staged:
@@ -91,7 +157,7 @@ class Receiver:
 
 
 def check(tensors: Iterable[engine_pb2.TensorSpec], expected: Mapping[str, Tensor]) -> None:
-    """Raise WeightsMismatch unless `tensors` give every parameter its value, once.
+    """Raise WeightsMismatch unless `tensors` give every parameter its value.
 
     Tensors that share memory (tied heads) may come under one of their names or under several.
     """
@@ -114,6 +180,17 @@ def check(tensors: Iterable[engine_pb2.TensorSpec], expected: Mapping[str, Tenso
     for name, own in expected.items():
         if isinstance(own, torch.nn.Parameter) and id(own) not in seen:
             raise WeightsMismatch(f"Tensor {name} is missing.", tensor=name)
+
+
+def with_aliases(tensors: Iterable[tuple[str, Tensor]], expected: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
+    """The tensors, and each again under every other name that the model knows it by (tied heads)."""
+    named = dict(tensors)
+    by_identity = {id(expected[name]): tensor for name, tensor in named.items()}
+    return [
+        (name, named[name] if name in named else by_identity[id(own)])
+        for name, own in expected.items()
+        if name in named or id(own) in by_identity
+    ]
 
 
 async def in_thread(work: Callable[[], T]) -> T:
