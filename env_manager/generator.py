@@ -6,6 +6,7 @@ request_id, which llm_proxy recognises.
 """
 
 import asyncio
+import contextlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,16 +47,13 @@ class _Open:
     result: asyncio.Future[llm_proxy_pb2.GenerationResult]
 
 
-class _StreamEnded(Exception):
-    """llm_proxy closed the stream."""
-
-
 class Generator:
     """Asks llm_proxy for tokens while `run` runs."""
 
     def __init__(self, stub: Any) -> None:
         """`stub` is an LlmProxyServiceStub on an aio channel."""
         self._stub = stub
+        self._call: Any = None
         self._open: dict[str, _Open] = {}
         self._unsent: list[llm_proxy_pb2.ProxiedGeneration] = []
         self._unwanted: list[str] = []
@@ -84,37 +82,41 @@ class Generator:
     async def run(self) -> None:
         """Keep the stream alive until cancelled."""
         async with asyncio.TaskGroup() as group:
+            group.create_task(self._send())
             group.create_task(self._cancel())
             while True:
-                await self._stream()
-                # Before Python 3.13, a TaskGroup forgets a cancellation that comes together with a failure.
-                if (task := asyncio.current_task()) is not None and task.cancelling():
-                    raise asyncio.CancelledError
+                cause = await self._stream()
+                log.warning("stream to llm_proxy broke", open=len(self._open), cause=cause)
                 RECONNECTS.inc()
                 await asyncio.sleep(self._backoff)
                 self._backoff = min(2 * self._backoff, rpc.LAST_RETRY_SECONDS)
 
-    async def _stream(self) -> None:
-        """Use one stream until it breaks."""
-        call = self._stub.GenerateMany(metadata=rpc.metadata(), wait_for_ready=True)
-        self._unsent = [open.generation for open in self._open.values()]
-        if self._unsent:
-            self._sendable.set()
+    async def _stream(self) -> str:
+        """Use one stream until it breaks; returns why."""
+        call = self._call = self._stub.GenerateMany(metadata=rpc.metadata(), wait_for_ready=True)
+        self._unsent = [each.generation for each in self._open.values()]
+        self._sendable.set()
         try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._send(call))
-                group.create_task(self._receive(call))
-        except* _StreamEnded:
-            log.warning("llm_proxy ended the stream", open=len(self._open))
-        except* aio.AioRpcError as broken:
-            for error in broken.exceptions:
-                if isinstance(error, aio.AioRpcError) and error.code() not in BROKEN:
-                    raise from_rpc(error) from None
-            log.warning("stream to llm_proxy broke", open=len(self._open), cause=str(from_rpc(_first(broken))))
-        finally:
+            async for response in call:
+                self._take(response)
+            return "llm_proxy ended it"
+        except aio.AioRpcError as broken:
+            if broken.code() not in BROKEN:
+                raise from_rpc(broken) from None
+            return str(from_rpc(broken))
+        except BaseException:
             call.cancel()
+            raise
 
-    async def _send(self, call: Any) -> None:
+    def _take(self, response: llm_proxy_pb2.GenerateManyResponse) -> None:
+        self._backoff = rpc.FIRST_RETRY_SECONDS
+        for result in response.results:
+            # A result of a request that was cancelled, or answered before, has nobody waiting.
+            waiting = self._open.pop(result.request_id, None)
+            if waiting is not None and not waiting.result.done():
+                waiting.result.set_result(result)
+
+    async def _send(self) -> None:
         while True:
             await self._sendable.wait()
             self._sendable.clear()
@@ -122,17 +124,9 @@ class Generator:
             wanted = [each for each in self._unsent if each.generation.request_id in self._open]
             self._unsent = []
             if wanted:
-                await call.write(llm_proxy_pb2.GenerateManyRequest(generations=wanted))
-
-    async def _receive(self, call: Any) -> None:
-        async for response in call:
-            self._backoff = rpc.FIRST_RETRY_SECONDS
-            for result in response.results:
-                # A result of a request that was cancelled, or answered before, has nobody waiting.
-                waiting = self._open.pop(result.request_id, None)
-                if waiting is not None and not waiting.result.done():
-                    waiting.result.set_result(result)
-        raise _StreamEnded
+                # When the stream breaks under it, `_stream` opens another and has everything open sent again.
+                with contextlib.suppress(aio.AioRpcError, asyncio.InvalidStateError):
+                    await self._call.write(llm_proxy_pb2.GenerateManyRequest(generations=wanted))
 
     async def _cancel(self) -> None:
         """Tell llm_proxy what nobody waits for any more."""
@@ -145,8 +139,3 @@ class Generator:
                 await rpc.call(self._stub.Cancel, request, timeout=CANCEL_SECONDS)
             except FarmError as error:
                 log.debug("generations not cancelled", count=len(request.request_ids), cause=str(error))
-
-
-def _first(group: BaseExceptionGroup[aio.AioRpcError]) -> aio.AioRpcError:
-    error = group.exceptions[0]
-    return _first(error) if isinstance(error, BaseExceptionGroup) else error

@@ -27,6 +27,7 @@ import math
 import queue
 import re
 import threading
+import traceback
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -183,7 +184,12 @@ class Play:
                 answer = await self._thread.call(method, *args)
             return await answer if inspect.isawaitable(answer) else answer
         except Exception as error:  # whatever an author's code raises is that episode's failure, and no one else's
-            log.warning("environment raised", environment=name_of(self._kind), method=what, exc_info=True)
+            log.warning(
+                "environment raised",
+                environment=name_of(self._kind),
+                method=what,
+                exception=traceback.format_exc(),
+            )
             raise self._failed(f"{what} raised {type(error).__name__}: {error}") from error
 
     def _failed(self, problem: str, **facts: object) -> EnvironmentFailed:
