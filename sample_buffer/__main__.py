@@ -68,8 +68,10 @@ async def main(config: SampleBufferConfig, journal: Journal) -> None:
     try:
         await open_ledger(config, ledger)
         prometheus_client.REGISTRY.register(StateCollector(lambda: ledger.runs))
-        buffer = SampleBuffer(ledger)
-        await service.serve(buffer.register, config.listen, ledger.run, ledger.tick, services=[SERVICE])
+        stop = service.stop_on_signal()
+        buffer = SampleBuffer(ledger, stop)
+        loops = (ledger.run, ledger.tick, buffer.wake_on_stop)
+        await service.serve(buffer.register, config.listen, *loops, services=[SERVICE], stop=stop)
     finally:
         await ledger.close()
 

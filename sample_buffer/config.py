@@ -16,7 +16,7 @@ class SampleBufferConfig(Config):
 
     journal: str = "embedded"
     """Where events become durable. "embedded": a Valkey that `rollfarm up` starts. A redis://, rediss:// or unix://
-    URL: that server; its appendfsync decides what a power cut may lose. "memory": nowhere, a restart begins anew."""
+    URL: that server; only with `appendfsync always` does its death lose nothing. "memory": nowhere, a restart begins anew."""
 
     journal_key: str = Field(default="rollfarm", min_length=1)
     """Prefix of the journal's keys in Redis. Farms that share a Redis need one each."""

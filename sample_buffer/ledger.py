@@ -29,10 +29,16 @@ TICK_SECONDS = 0.25
 """Between looks for overdue leases."""
 
 
-class Ledger:
-    """The runs, their payloads and their journal. Complete once `opened` returned it."""
+def steady_clock() -> Callable[[], float]:
+    """Seconds since the epoch, by a clock that is never set back."""
+    began = time.time() - time.monotonic()
+    return lambda: began + time.monotonic()
 
-    def __init__(self, config: SampleBufferConfig, journal: Journal) -> None:
+
+class Ledger:
+    """The runs, their payloads and their journal. Refuses every command until `open` returned."""
+
+    def __init__(self, config: SampleBufferConfig, journal: Journal, now: Callable[[], float] | None = None) -> None:
         self._config = config
         self._journal = journal
         self._down: FarmError | None = JournalUnavailable("The journal is not open yet.")
@@ -43,7 +49,7 @@ class Ledger:
         self._next: asyncio.Future[None] | None = None
         self._flying: asyncio.Future[None] | None = None
         self._since_snapshot = 0
-        self._clock = time.time() - time.monotonic()
+        self.now = now or steady_clock()
         self.changed = Changed()
         self.runs = Runs()
 
@@ -75,10 +81,6 @@ class Ledger:
 
     def _limit(self, runs: Runs) -> None:
         runs.limit(self._config.retained_trajectories, self._config.remembered_requests, self.now())
-
-    def now(self) -> float:
-        """Seconds since the epoch, by a clock that is never set back."""
-        return self._clock + time.monotonic()
 
     def execute(self, command: Callable[[Runs], T]) -> T:
         """Run one command on the state. Nobody may hear its answer before `durable`. Raises JournalUnavailable."""
@@ -116,7 +118,9 @@ class Ledger:
 
     async def run(self) -> None:
         """Append what is decided, forever. Raises JournalFenced, which is the end of this process."""
-        while True:
+        task = asyncio.current_task()
+        # asyncio.wait_for of Python 3.11, which redis uses, may swallow a cancellation: look for it.
+        while task is None or not task.cancelling():
             await self._wanted.wait()
             self._wanted.clear()
             if self._bug is not None:

@@ -1,8 +1,9 @@
 """Adapts gRPC to the ledger: each handler decodes, makes one transition, waits until it is durable, encodes."""
 
+import asyncio
 import secrets
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Callable
+from typing import Any, TypeVar
 
 import grpc
 import structlog
@@ -16,6 +17,7 @@ from sample_buffer.ledger import Ledger
 from sample_buffer.state import Batch, Lease
 
 log = structlog.get_logger()
+T = TypeVar("T")
 
 SERVICE = pb.DESCRIPTOR.services_by_name["SampleBufferService"].full_name
 
@@ -25,8 +27,24 @@ Context = aio.ServicerContext[Any, Any]
 class SampleBuffer(sample_buffer_pb2_grpc.SampleBufferServiceServicer):
     """The service."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, stop: asyncio.Event) -> None:
         self._ledger = ledger
+        self._stop = stop
+
+    async def wake_on_stop(self) -> None:
+        """Let long polls answer at once when the service stops; the drain would wait for them."""
+        await self._stop.wait()
+        self._ledger.changed.notify()
+
+    async def _first(self, ready: Callable[[], T | None], context: Context) -> T | None:
+        """The first answer before the caller's deadline or the end of the service, whichever is sooner."""
+
+        def look() -> T | asyncio.Event | None:
+            answer = ready()
+            return self._stop if answer is None and self._stop.is_set() else answer
+
+        answer = await self._ledger.changed.first(look, poll_seconds(context))
+        return None if isinstance(answer, asyncio.Event) else answer
 
     def register(self, server: aio.Server) -> None:
         """Serve. LeaseBatch gets a handler of its own, which hands out bytes that are serialised already.
@@ -59,7 +77,7 @@ class SampleBuffer(sample_buffer_pb2_grpc.SampleBufferServiceServicer):
         return answer
 
     async def LeaseEpisodes(self, request: pb.LeaseEpisodesRequest, context: Context) -> pb.LeaseEpisodesResponse:
-        leases = await self._ledger.changed.first(lambda: self._lease(request), poll_seconds(context))
+        leases = await self._first(lambda: self._lease(request), context)
         if leases is None:
             return pb.LeaseEpisodesResponse()
         answer = pb.LeaseEpisodesResponse(leases=leases)
@@ -110,7 +128,7 @@ class SampleBuffer(sample_buffer_pb2_grpc.SampleBufferServiceServicer):
         self, request: pb.LeaseBatchRequest, context: Context
     ) -> AsyncIterator[bytes]:
         ledger = self._ledger
-        taken = await ledger.changed.first(lambda: self._take(request), poll_seconds(context))
+        taken = await self._first(lambda: self._take(request), context)
         if taken is None:
             return
         batch, redelivered = taken
@@ -167,7 +185,7 @@ class SampleBuffer(sample_buffer_pb2_grpc.SampleBufferServiceServicer):
         def finished() -> pb.WaitValidationResponse | None:
             return answer if (answer := results()).finished else None
 
-        answer = await self._ledger.changed.first(finished, poll_seconds(context))
+        answer = await self._first(finished, context)
         if answer is not None:
             await self._ledger.durable()
         return answer or results()

