@@ -1,17 +1,22 @@
-"""Tiny models, engine hosts in this process, and a trainer's end of a weight broadcast."""
+"""Tiny models, and the engine hosts that the contract suite runs against: embedded ones here, vLLM as a process."""
 
-from collections.abc import AsyncIterator
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from tests.engine.kit import Host, embedded_root, serve
+from tests.engine.kit import CONTEXT, VOCABULARY, Host, connect, embedded_root, serve
 
 torch.set_num_threads(1)
 
-VOCABULARY = 97
+ROOT = Path(__file__).parents[2]
 
 
 def make_model(folder: Path, *, seed: int, tied: bool) -> Path:
@@ -24,11 +29,12 @@ def make_model(folder: Path, *, seed: int, tied: bool) -> Path:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
-        max_position_embeddings=256,
+        max_position_embeddings=CONTEXT,
         tie_word_embeddings=tied,
         initializer_range=0.2,
         eos_token_id=None,
         bos_token_id=None,
+        architectures=["Qwen3ForCausalLM"],
     )
     Qwen3ForCausalLM(config).save_pretrained(folder)
     return folder
@@ -44,12 +50,56 @@ def untied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("untied"), seed=1, tied=False)
 
 
+@pytest.fixture(scope="session")
+def vllm_python() -> Path:
+    python = Path(os.environ.get("ROLLFARM_VLLM_PYTHON", ROOT / ".venv-vllm/bin/python"))
+    if not python.is_file():
+        pytest.skip(f"vLLM is not installed ({python}): run tools/install-vllm.sh, or set ROLLFARM_VLLM_PYTHON")
+    return python
+
+
+@pytest.fixture(scope="session")
+def vllm_address(tied_model: Path, vllm_python: Path) -> Iterator[str]:
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "llm_proxy.engine", "--model.path", str(tied_model)),
+            *("--engine.adapter", "vllm", "--engine.vllm.python", str(vllm_python), "--engine.kv_cache", "64M"),
+            *("--engine.listen.port", "0", "--engine.telemetry.log_format", "json"),
+        ],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield read_address(process)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+
+
+def read_address(process: "subprocess.Popen[str]") -> str:
+    """Where the host serves, once its log says so."""
+    assert process.stderr is not None
+    seen: list[str] = []
+    for line in process.stderr:
+        seen.append(line)
+        if line.startswith("{") and (said := json.loads(line)).get("event") == "serving":
+            return said["address"]
+    raise AssertionError("the engine host ended: " + "".join(seen))
+
+
 @pytest.fixture
 async def embedded(tied_model: Path) -> AsyncIterator[Host]:
     async with serve(embedded_root(tied_model)) as host:
         yield host
 
 
-@pytest.fixture
-async def host(embedded: Host) -> Host:
-    return embedded
+@pytest.fixture(params=["embedded", pytest.param("vllm", marks=pytest.mark.slow)])
+async def host(request: pytest.FixtureRequest, tied_model: Path) -> AsyncIterator[Host]:
+    """An engine at some version of the test's model: its weights may be an earlier test's."""
+    if request.param == "embedded":
+        async with serve(embedded_root(tied_model)) as embedded:
+            yield embedded
+    else:
+        async with connect(request.getfixturevalue("vllm_address"), tied_model) as vllm:
+            yield vllm

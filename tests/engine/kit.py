@@ -18,7 +18,6 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
 from transformers import AutoModelForCausalLM
 
 from llm_proxy.engine import adapters
-from llm_proxy.engine.adapters import Adapter
 from llm_proxy.engine.config import EngineConfig, EngineRoot
 from llm_proxy.engine.receiver import in_thread
 from llm_proxy.engine.server import SERVICE, EngineServer
@@ -30,6 +29,8 @@ from rollfarm.v1 import engine_pb2, engine_pb2_grpc, trajectory_pb2
 
 SECONDS = 60.0
 BUCKET_BYTES = 50_000
+VOCABULARY = 97
+CONTEXT = 256
 
 
 def embedded_root(model: Path, **engine: Any) -> EngineRoot:
@@ -84,6 +85,7 @@ class Client:
     async def send(
         self, prompts: Sequence[Sequence[int]], *, sessions: Sequence[str] = (), **sampling: Any
     ) -> list[str]:
+        sampling = {"max_tokens": 16, "temperature": 1.0} | sampling
         ids = [uuid.uuid4().hex for _ in prompts]
         self.answers |= {request_id: Answer() for request_id in ids}
         seeds = sampling.pop("seeds", None)
@@ -120,10 +122,11 @@ class Client:
 class Host:
     """A served engine, and the test's connections to it."""
 
-    adapter: Adapter
     model: Path
     stub: engine_pb2_grpc.EngineServiceAsyncStub
     client: Client
+    version: int = 0
+    """The newest that the test published."""
 
     async def status(self) -> engine_pb2.EngineServiceGetStatusResponse:
         return await rpc.call(self.stub.GetStatus, engine_pb2.EngineServiceGetStatusRequest(), timeout=SECONDS)
@@ -131,7 +134,7 @@ class Host:
     async def until(self, ready: Any) -> None:
         """Ask for the status until it is `ready`."""
         async with asyncio.timeout(SECONDS):
-            while not ready(await self.status()):
+            while not ready(await self.status()):  # noqa: ASYNC110 - another process's state
                 await asyncio.sleep(0.01)
 
     async def apply(self, version: int, mode: int = engine_pb2.UPDATE_MODE_KEEP) -> float:
@@ -139,10 +142,34 @@ class Host:
         answer = await rpc.call(self.stub.ApplyWeights, request, timeout=SECONDS)
         return answer.pause_duration.ToTimedelta().total_seconds()
 
-    async def publish(self, version: int, tensors: dict[str, Tensor], mode: int = engine_pb2.UPDATE_MODE_KEEP) -> None:
+    async def stage(self, tensors: dict[str, Tensor]) -> int:
+        """Stage `tensors` as the next version, and say which it is."""
+        self.version += 1
         sender = await Sender.meet(self)
-        await sender.stage(self, version, tensors)
+        await sender.stage(self, self.version, tensors)
+        return self.version
+
+    async def publish(self, tensors: dict[str, Tensor], mode: int = engine_pb2.UPDATE_MODE_KEEP) -> int:
+        version = await self.stage(tensors)
         await self.apply(version, mode)
+        return version
+
+    async def pause(self) -> None:
+        await rpc.call(self.stub.Pause, engine_pb2.EngineServicePauseRequest(), timeout=SECONDS)
+
+    async def resume(self) -> None:
+        await rpc.call(self.stub.Resume, engine_pb2.EngineServiceResumeRequest(), timeout=SECONDS)
+
+    async def cancel(self, ids: list[str]) -> None:
+        request = engine_pb2.EngineServiceCancelRequest(request_ids=ids)
+        await rpc.call(self.stub.Cancel, request, timeout=SECONDS)
+
+    async def busy(self, prompts: Sequence[Sequence[int]], **how: Any) -> list[str]:
+        """Begin long requests, and return when each has a few tokens and is still running."""
+        ids = await self.client.send(prompts, **how)
+        await self.client.generate([[1]], max_tokens=8)
+        assert not any(self.client.answers[request_id].ended.is_set() for request_id in ids)
+        return ids
 
 
 @asynccontextmanager
@@ -163,15 +190,23 @@ async def serve(root: EngineRoot) -> AsyncIterator[Host]:
         )
     )
     try:
-        async with rpc.channel(f"127.0.0.1:{await port}") as channel:
-            stub = engine_pb2_grpc.EngineServiceStub(channel)
-            client = Client(stub)  # pyright: ignore
-            yield Host(adapter, Path(root.model.path), stub, client)  # pyright: ignore
-            await client.close()
+        async with connect(f"127.0.0.1:{await port}", Path(root.model.path)) as host:
+            yield host
     finally:
         stop.set()
         await serving
         await adapter.stop()
+
+
+@asynccontextmanager
+async def connect(address: str, model: Path) -> AsyncIterator[Host]:
+    async with rpc.channel(address) as channel:
+        stub: Any = engine_pb2_grpc.EngineServiceStub(channel)
+        client = Client(stub)
+        host = Host(model, stub, client)
+        host.version = (await host.status()).policy_version
+        yield host
+        await client.close()
 
 
 class Sender:
@@ -234,6 +269,15 @@ class Sender:
         )
         return answer.size_bytes
 
+    async def vanish_during(
+        self, staging: Any, request: engine_pb2.StageWeightsRequest, tensors: dict[str, Tensor]
+    ) -> None:
+        """Send the first bucket, then close every connection; await `staging`."""
+        answer = asyncio.ensure_future(staging)
+        await in_thread(lambda: self.send(request, tensors, most=1))
+        self.process_group = None
+        await answer
+
 
 class Reference:
     """The model as transformers alone computes it."""
@@ -274,8 +318,6 @@ def other_weights(path: Path, seed: int) -> dict[str, Tensor]:
     }
 
 
-def prompts(
-    count: int, *, seed: int = 0, shortest: int = 1, longest: int = 40, vocabulary: int = 97
-) -> list[list[int]]:
+def prompts(count: int, *, seed: int = 0, shortest: int = 1, longest: int = 40) -> list[list[int]]:
     random = np.random.default_rng(seed)
-    return [random.integers(0, vocabulary, random.integers(shortest, longest + 1)).tolist() for _ in range(count)]
+    return [random.integers(0, VOCABULARY, random.integers(shortest, longest + 1)).tolist() for _ in range(count)]

@@ -45,7 +45,7 @@ class VllmAdapter:
         self._receiver: Receiver
         self._deliver: Deliver
         self._over: asyncio.Future[None]
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._waiting: deque[Request] = deque()
         self._running: set[str] = set()
         self._quiet = asyncio.Condition()
@@ -70,7 +70,7 @@ class VllmAdapter:
         self._tasks.add(task)
         task.add_done_callback(self._done)
 
-    def _done(self, task: asyncio.Task[None]) -> None:
+    def _done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None and not self._over.done():
             self._over.set_exception(error)
@@ -159,7 +159,9 @@ class VllmAdapter:
             try:
                 if mode == engine_pb2.UPDATE_MODE_DRAIN and not self._paused:
                     await self._drain()
-                seconds = await asyncio.shield(asyncio.create_task(self._load(staged, mode)))
+                loading = asyncio.create_task(self._load(staged, mode))
+                loading.add_done_callback(self._done)  # half-loaded weights must not serve
+                seconds = await asyncio.shield(loading)
             finally:
                 self._draining = False
                 self._admit()
