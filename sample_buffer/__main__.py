@@ -1,6 +1,7 @@
 """python -m sample_buffer FARM.toml: serves the ledger of a run."""
 
 import asyncio
+import socket
 import sys
 import time
 from typing import NoReturn
@@ -9,7 +10,7 @@ import prometheus_client
 from redis.exceptions import RedisError
 
 from rollfarm import service
-from rollfarm.config import ConfigError, exit_bad_config, load_or_exit
+from rollfarm.config import ConfigError, Listen, exit_bad_config, load_or_exit
 from rollfarm.errors import JournalFenced, JournalUnavailable
 from rollfarm.telemetry import start_telemetry
 from sample_buffer.config import SampleBufferConfig, SampleBufferRoot
@@ -62,8 +63,22 @@ async def open_ledger(config: SampleBufferConfig, ledger: Ledger) -> None:
         await asyncio.sleep(RECOVER_SECONDS)
 
 
+def check_port(listen: Listen) -> None:
+    """Raise PortInUse before the journal is opened: opening it would fence off whoever serves there."""
+    with socket.socket(socket.AF_INET6 if ":" in listen.host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((listen.host, listen.port))
+        except OSError as error:
+            raise service.PortInUse(
+                f"Cannot listen on {listen.address}: {error.strerror}. Stop what uses the port, or choose another with "
+                "--sample_buffer.listen.port."
+            ) from error
+
+
 async def main(config: SampleBufferConfig, journal: Journal) -> None:
-    """Serve until told to stop."""
+    """Serve until told to stop. Raises PortInUse, ConfigError and JournalFenced."""
+    check_port(config.listen)
     ledger = Ledger(config, journal)
     try:
         await open_ledger(config, ledger)

@@ -16,7 +16,8 @@ class SampleBufferConfig(Config):
 
     journal: str = "embedded"
     """Where events become durable. "embedded": a Valkey that `rollfarm up` starts. A redis://, rediss:// or unix://
-    URL: that server; only with `appendfsync always` does its death lose nothing. "memory": nowhere, a restart begins anew."""
+    URL: that server; only with `appendfsync always` does its death lose nothing. "memory": nowhere, and a restart
+    begins anew."""
 
     journal_key: str = Field(default="rollfarm", min_length=1)
     """Prefix of the journal's keys in Redis. Farms that share a Redis need one each."""
@@ -28,7 +29,7 @@ class SampleBufferConfig(Config):
     """How long Redis may take to answer before calls are refused as JOURNAL_UNAVAILABLE and the state is read anew."""
 
     snapshot_every_events: int = Field(default=50_000, ge=1)
-    """Events between snapshots. More makes a restart slower (about 5 s per million), fewer makes each second dearer."""
+    """Events between snapshots. More makes a restart slower (about 20 s per million), fewer costs more meanwhile."""
 
     retained_trajectories: int = Field(default=1000, ge=0)
     """Trajectories of committed and dropped groups that `rollfarm inspect` can still read. Each costs its size in

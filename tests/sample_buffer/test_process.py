@@ -1,9 +1,11 @@
 """The service as a process of its own, killed for real."""
 
+import asyncio
+
 import pytest
 
 from rollfarm import rpc
-from rollfarm.errors import JournalUnavailable
+from rollfarm.errors import JournalFenced, JournalUnavailable
 from rollfarm.v1 import sample_buffer_pb2 as pb
 from rollfarm.v1 import trajectory_pb2 as tp
 from tests.sample_buffer.support import (
@@ -13,6 +15,7 @@ from tests.sample_buffer.support import (
     make_spec,
     process,
     request_id,
+    spawn,
     take_batch,
 )
 
@@ -61,3 +64,37 @@ async def test_a_killed_valkey_refuses_writes_and_loses_nothing_acknowledged(val
         batch = await take_batch(server.stub, 0)
 
     assert [len(group.trajectories) for message in batch for group in message.groups] == [2, 2]
+
+
+@pytest.mark.slow
+async def test_a_second_sample_buffer_takes_the_journal_over_and_the_first_one_ends(valkey: Valkey) -> None:
+    async with process(*flags(valkey)) as first, process(*flags(valkey)) as second:
+        with pytest.raises(JournalFenced):
+            await configure(first.stub)
+        assert await asyncio.to_thread(first.popen.wait, 20) == 4
+        assert (await configure(second.stub)).created
+
+
+@pytest.mark.slow
+async def test_a_second_sample_buffer_on_a_taken_port_leaves_the_first_one_alone(valkey: Valkey) -> None:
+    async with process(*flags(valkey)) as first:
+        second = spawn("--sample_buffer.listen.port", str(first.port), *flags(valkey))
+        _, stderr = await asyncio.to_thread(second.communicate)
+
+        assert second.returncode == 3
+        assert b"Cannot listen" in stderr
+        assert (await configure(first.stub)).created
+
+
+@pytest.mark.slow
+async def test_a_sample_buffer_told_to_stop_does_not_wait_for_long_polls(valkey: Valkey) -> None:
+    async with process(*flags(valkey)) as server:
+        await configure(server.stub)
+        await lease_all(server.stub)
+        waiting = asyncio.create_task(lease_all(server.stub))
+        await rpc.call(server.stub.GetStatus, pb.GetStatusRequest(), timeout=5)
+
+        server.popen.terminate()
+
+        assert await asyncio.to_thread(server.popen.wait, 4) == 0
+        assert await waiting == []
