@@ -41,7 +41,7 @@ def load(path: str, variables: dict[str, Any], context_tokens: int) -> tuple[Ren
 @contextmanager
 def _without_torch() -> Iterator[None]:
     """Let transformers believe that torch is not installed: it costs 260 MB and three seconds, and is not used."""
-    if "torch" in sys.modules:
+    if "torch" in sys.modules or "transformers" in sys.modules:
         yield
         return
     sys.modules["torch"] = None  # pyright: ignore[reportArgumentType]

@@ -1,7 +1,6 @@
-"""A whole environment outside the farm, in a process of its own: a coin shows one side, the policy names the other.
+"""A whole environment, in a process of its own: a coin shows one side, the policy names the other.
 
-python examples/coin_server.py --port 7730, then in the farm's file:
-
+`python examples/coin_server.py --port 7730`, and in the farm's file:
     [env_manager]
     servers = ["127.0.0.1:7730"]
     [[run.domains]]

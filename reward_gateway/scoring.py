@@ -31,7 +31,7 @@ class InWorker:
     """As the configuration names it."""
 
     settings: Mapping[str, Any]
-    """Checked."""
+    """As the configuration gives them; they were checked, and the worker reads them again."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def _share(domain: str, reward: RewardConfig, config: RewardGatewayConfig) -> Sh
     settings = check_settings(function, reward.settings, owner=owner)
     if reward.name in INSTANT or inspect.iscoroutinefunction(function):
         return Share(reward.name, reward.weight, Here(functools.partial(function, **settings)))
-    return Share(reward.name, reward.weight, InWorker(reward.name, settings))
+    return Share(reward.name, reward.weight, InWorker(reward.name, reward.settings))
 
 
 def shares_of(plan: Plan, domain: str) -> Sequence[Share]:

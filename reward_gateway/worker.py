@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 from reward_gateway.rewards import REWARDS
 from rollfarm.errors import FarmError
-from rollfarm.registry import resolve
+from rollfarm.registry import check_settings, resolve
 from rollfarm.reward import Reward, Score, read_episode, score
 from rollfarm.v1 import reward_gateway_pb2
 
@@ -43,7 +43,9 @@ def answer(question: bytes) -> bytes:
     signal.setitimer(signal.ITIMER_REAL, 2 * asked["timeout"])
     try:
         episode = read_episode(reward_gateway_pb2.ScoredEpisode.FromString(packed))
-        function = functools.partial(_function(asked["reward"]), **asked["settings"])
+        function = _function(asked["reward"])
+        settings = check_settings(function, asked["settings"], owner=asked["reward"])
+        function = functools.partial(function, **settings)
         return pack_score(asyncio.run(score(asked["reward"], function, episode)))
     except FarmError as failure:
         traceback.print_exception(failure.__cause__ or failure, file=sys.stderr)

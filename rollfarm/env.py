@@ -329,7 +329,7 @@ class EnvironmentServer(environment_pb2_grpc.EnvironmentServiceServicer):
 
 def describe(kind: Kind) -> environment_pb2.EnvironmentInfo:
     """The environment as Describe tells it."""
-    summary = (inspect.getdoc(kind) or "").split("\n")[0]
+    summary = (kind.__doc__ or "").strip().split("\n")[0]
     return environment_pb2.EnvironmentInfo(name=name_of(kind), description=summary, max_turns=kind.max_turns)
 
 

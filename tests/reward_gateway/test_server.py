@@ -1,0 +1,180 @@
+"""Scores over real sockets, from workers that are real processes."""
+
+import asyncio
+import re
+import subprocess
+import sys
+
+import pytest
+
+from reward_gateway.pool import WorkerPool
+from reward_gateway.server import open_gateway
+from rollfarm import rpc
+from rollfarm.errors import RewardFailed, UnknownDomain
+from rollfarm.reward import Episode, RewardServer
+from tests.reward_gateway.support import OWN, config, episode, scoring, serving
+
+
+async def test_a_domains_rewards_are_asked_and_added_up():
+    rewards = [{"name": "environment", "weight": 0.5}, {"name": "exact"}]
+    async with scoring(config(*rewards)) as score:
+        response = await score(episode("Rome", reference="rome", steps=(0.4,)))
+
+    assert response.reward == pytest.approx(1.2)
+    assert [part.name for part in response.parts] == ["environment", "exact"]
+
+
+async def test_an_unknown_domain_is_refused_with_the_known_ones():
+    async with scoring(config({"name": "exact"})) as score:
+        with pytest.raises(UnknownDomain, match="Known: d"):
+            await score(episode("a", domain="other"))
+
+
+async def test_a_function_of_ones_own_runs_in_a_worker_with_its_settings():
+    async with scoring(config({"name": f"{OWN}:length", "settings": {"most": 3}})) as score:
+        response = await score(episode("hello"))
+
+    assert (response.reward, response.parts[0].detail) == (3.0, "of 3")
+
+
+async def test_a_hanging_reward_fails_its_own_score_and_nothing_else():
+    rewards = config({"name": f"{OWN}:hangs"}, timeout_seconds=1.5)
+    async with scoring(rewards) as score:
+        with pytest.raises(RewardFailed, match=r"gave no score in 1\.5 s; its worker was replaced"):
+            await score(episode("hang"))
+        response = await score(episode("go on"))
+
+    assert response.reward == 1.0
+
+
+async def test_the_loop_answers_others_while_a_reward_hangs():
+    rewards = config({"name": f"{OWN}:hangs"}, timeout_seconds=2.0)
+    gateway_config = rewards.model_copy(
+        update={"domains": {**rewards.domains, **config({"name": "exact"}).domains, "slow": rewards.domains["d"]}}
+    )
+    async with scoring(gateway_config) as score:
+        slow = asyncio.create_task(score(episode("hang", domain="slow")))
+        answered = [(await score(episode("a", reference="a"))).reward for _ in range(20)]
+        assert not slow.done()
+        with pytest.raises(RewardFailed):
+            await slow
+
+    assert answered == [1.0] * 20
+
+
+async def test_a_reward_that_takes_its_worker_down_fails_and_the_worker_is_replaced():
+    async with scoring(config({"name": f"{OWN}:dies"})) as score:
+        with pytest.raises(RewardFailed, match="took its worker down"):
+            await score(episode("die"))
+        response = await score(episode("live"))
+
+    assert response.reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("reward", "cause"), [("not_a_number", "gave nan, which is not a finite number"), ("not_anything", "returned str")]
+)
+async def test_a_worthless_value_is_a_failure_and_never_zero(reward: str, cause: str):
+    async with scoring(config({"name": f"{OWN}:{reward}"})) as score:
+        with pytest.raises(RewardFailed, match=cause):
+            await score(episode("a"))
+
+
+async def test_a_reward_that_raises_says_what():
+    async with scoring(config({"name": "exact"})) as score:
+        with pytest.raises(RewardFailed, match="Reward exact raised ValueError: environment 'quiz' gives no reference"):
+            await score(episode("a"))
+
+
+async def test_a_reward_that_prints_does_not_disturb_its_pipe():
+    async with scoring(config({"name": f"{OWN}:prints"})) as score:
+        values = [(await score(episode("a"))).reward for _ in range(2)]
+
+    assert values == [0.25, 0.25]
+
+
+async def test_an_async_reward_that_is_late_fails():
+    rewards = {"name": f"{OWN}:patient", "settings": {"seconds": 30}}
+    async with scoring(config(rewards, timeout_seconds=0.2)) as score:
+        with pytest.raises(RewardFailed, match=r"gave no score in 0\.2 s"):
+            await score(episode("a"))
+
+
+async def test_a_caller_that_gives_up_leaves_no_stale_answer_behind():
+    async with WorkerPool(1) as pool:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.3):
+                await pool.score(f"{OWN}:hangs", {}, episode("hang"), timeout=30)
+        verdict = await pool.score(f"{OWN}:length", {}, episode("four"), timeout=30)
+
+    assert verdict.value == 4.0
+
+
+def brevity(episode: Episode) -> float:
+    return 1 / len(episode.answer)
+
+
+async def test_an_external_scorer_is_asked_by_name():
+    async with serving(RewardServer(brevity).register) as address:
+        rewards = config({"name": "judge", "weight": 2.0}, external={"judge": {"address": address}})
+        async with scoring(rewards) as score:
+            response = await score(episode("four"))
+            with pytest.raises(RewardFailed, match="Reward judge raised ZeroDivisionError"):
+                await score(episode(""))
+
+    assert response.reward == 0.5
+
+
+async def test_an_external_scorer_that_is_away_is_a_failure_with_its_address():
+    rewards = config({"name": "judge"}, external={"judge": {"address": "127.0.0.1:9"}}, timeout_seconds=0.5)
+    async with scoring(rewards) as score:
+        with pytest.raises(RewardFailed, match=r"External reward judge at 127\.0\.0\.1:9"):
+            await score(episode("a"))
+
+
+async def test_no_worker_is_started_where_none_is_needed():
+    async with open_gateway(config({"name": "exact"}, {"name": f"{OWN}:patient"})) as gateway:
+        assert gateway._pool is None
+
+
+def test_the_gateway_itself_imports_no_sympy():
+    code = (
+        "import sys, reward_gateway.server, reward_gateway.__main__\n"
+        "assert not {'sympy', 'math_verify', 'torch', 'transformers'} & set(sys.modules)"
+    )
+
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("toml", "message"),
+    [
+        ('[reward_gateway.domains.d]\nrewards = [{ name = "exat" }]', "Did you mean 'exact'?"),
+        ("[reward_gateway.domains.d]\nrewards = []", "at least 1 item"),
+        ("[reward_gateway]\nworker = 3", "Did you mean 'workers'?"),
+    ],
+)
+def test_a_wrong_file_ends_the_process_with_status_2_and_a_remedy(tmp_path, toml: str, message: str):
+    farm = tmp_path / "farm.toml"
+    farm.write_text(toml)
+
+    ended = subprocess.run([sys.executable, "-m", "reward_gateway", str(farm)], capture_output=True, text=True)
+
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert message in ended.stderr
+
+
+async def test_the_process_serves_scores_and_drains_on_sigterm(tmp_path):
+    farm = tmp_path / "farm.toml"
+    farm.write_text('[reward_gateway.domains.d]\nrewards = [{ name = "maths" }]')
+    command = [sys.executable, "-m", "reward_gateway", str(farm), "--reward_gateway.listen.port", "0"]
+    process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+    assert process.stderr is not None
+    line = (await asyncio.wait_for(process.stderr.readline(), 30)).decode()
+    address = re.search(r"127\.0\.0\.1:\d+", line)
+    assert address, line
+    assert await rpc.is_serving(address[0], timeout=10)
+
+    process.terminate()
+
+    assert await asyncio.wait_for(process.wait(), 15) == 0
