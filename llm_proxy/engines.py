@@ -54,7 +54,11 @@ class Fleet:
         async with asyncio.TaskGroup() as self._group:
             for connection in self._connections.values():
                 connection.start(self._group)
-            await asyncio.Event().wait()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                for connection in self._connections.values():
+                    connection.stop()
 
     def attach(self, address: str) -> str:
         """Add an engine; its address is its id. Idempotent."""
@@ -128,7 +132,10 @@ class Connection:
         self._task = group.create_task(self._run(), name=f"engine {self._address}")
 
     def stop(self) -> None:
-        """The engine is detached: nothing that it still says counts."""
+        """End the connection; nothing that the engine still says counts.
+
+        The flag is needed beside the cancellation: one that coincides with a failure arrives as the failure alone.
+        """
         self._stopped = True
         if self._task is not None:
             self._task.cancel()

@@ -23,6 +23,7 @@ from rollfarm.errors import (
     FarmError,
     VersionOutOfOrder,
     WeightsFailed,
+    WeightsMismatch,
     WeightsNotStaged,
     to_failure,
 )
@@ -60,7 +61,7 @@ class WeightUpdates:
     ) -> llm_proxy_pb2.CommitWeightUpdateResponse:
         """Put the staged version to use.
 
-        Raises WeightsNotStaged, VersionOutOfOrder, WeightsFailed and, where it cannot drain, DeadlineExceeded.
+        Raises WeightsNotStaged, VersionOutOfOrder and, where it cannot drain, DeadlineExceeded.
         """
         self._check_order(request.policy_version)
         drain_seconds = rpc.remaining(self._config.drain_timeout_seconds) - _ANSWER_MARGIN_SECONDS
@@ -142,7 +143,7 @@ class WeightUpdates:
                 self._router.open_gate()
             self._fleet.wake()
         if not pauses:
-            raise WeightsFailed(f"None of {len(holders)} engines applied version {version}.", policy_version=version)
+            raise WeightsNotStaged(f"None of {len(holders)} engines applied version {version}.", policy_version=version)
         longest = max(pauses.values(), key=lambda pause: pause.ToNanoseconds())
         log.info("weights committed", version=version, engines=len(pauses), pause_s=longest.ToNanoseconds() / 1e9)
         return llm_proxy_pb2.CommitWeightUpdateResponse(engine_ids=self._serving(version), pause_duration=longest)
@@ -150,7 +151,7 @@ class WeightUpdates:
     async def _apply(
         self, engine_id: str, version: int, mode: "engine_pb2.UpdateMode.ValueType"
     ) -> duration_pb2.Duration | None:
-        """How long the engine stood still, or None where it failed: then it is looked at anew before it serves."""
+        """How long the engine stood still, or None where it failed. One that did not say why is looked at anew."""
         request = engine_pb2.ApplyWeightsRequest(policy_version=version, mode=mode)
         timeout = self._config.apply_timeout_seconds
         self._staged.pop(engine_id, None)
@@ -160,8 +161,8 @@ class WeightUpdates:
         with connection.updating():
             try:
                 return (await connection.ask("ApplyWeights", request, timeout=timeout)).pause_duration
-            except WeightsNotStaged as error:
-                log.warning("engine lost its staged weights", engine=engine_id, cause=str(error))
+            except (WeightsNotStaged, WeightsMismatch, WeightsFailed) as error:
+                log.warning("engine refused to apply weights", engine=engine_id, cause=str(error))
             except FarmError as error:
                 log.warning("engine did not apply weights", engine=engine_id, cause=str(error))
                 connection.give_up(f"it did not apply version {version}: {error.problem}")

@@ -69,6 +69,9 @@ class SimulatedEngine(engine_pb2_grpc.EngineServiceServicer):
     token_limit: int | None = None
     """A request waits after this many tokens, until the limit is raised with `allow`."""
 
+    is_hung: bool = False
+    """GetStatus does not answer."""
+
     join_error: FarmError | None = None
     """JoinWeights raises it."""
 
@@ -78,17 +81,27 @@ class SimulatedEngine(engine_pb2_grpc.EngineServiceServicer):
     apply_error: FarmError | None = None
     """ApplyWeights raises it."""
 
+    stage_seconds: float = 0.0
+    """Duration of StageWeights."""
+
+    apply_seconds: float = 0.0
+    """Duration of ApplyWeights, in which nothing is decoded."""
+
     instance_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     staged: int | None = None
     group_name: str = ""
     most_running: int = 0
     """Most requests that were open at once."""
 
+    generated_count: int = 0
+    """Tokens generated."""
+
+    is_staging: bool = False
+    is_applying: bool = False
     applied_modes: list[int] = field(default_factory=list)
     """Of every ApplyWeights that changed the version."""
 
     _open: dict[str, _Running] = field(default_factory=dict)
-    _made: int = 0
     _paused: bool = False
     _work: asyncio.Event = field(default_factory=asyncio.Event)
     _changed: Changed = field(default_factory=Changed)
@@ -166,7 +179,10 @@ class SimulatedEngine(engine_pb2_grpc.EngineServiceServicer):
             raise self.stage_error
         if request.group_name != self.group_name:
             raise WeightsFailed(f"Not in group {request.group_name!r}.", group_name=request.group_name)
-        self.staged = request.policy_version
+        self.is_staging = True
+        self._changed.notify()
+        await asyncio.sleep(self.stage_seconds)
+        self.staged, self.is_staging = request.policy_version, False
         self._changed.notify()
         return engine_pb2.StageWeightsResponse()
 
@@ -179,7 +195,12 @@ class SimulatedEngine(engine_pb2_grpc.EngineServiceServicer):
             raise WeightsNotStaged(f"Version {request.policy_version} is not staged.", version=request.policy_version)
         if request.mode == engine_pb2.UPDATE_MODE_RESUME:
             self._abort(list(self._open))
+        self.is_applying = True
+        self._changed.notify()
+        await asyncio.sleep(self.apply_seconds)
+        self.is_applying = False
         self.version, self.staged = request.policy_version, None
+        self._work.set()
         self.applied_modes.append(request.mode)
         self._changed.notify()
         return engine_pb2.ApplyWeightsResponse()
@@ -190,6 +211,8 @@ class SimulatedEngine(engine_pb2_grpc.EngineServiceServicer):
         return engine_pb2.DiscardWeightsResponse()
 
     async def GetStatus(self, request: engine_pb2.EngineServiceGetStatusRequest, context: Any) -> Any:
+        if self.is_hung:
+            await asyncio.Event().wait()
         return engine_pb2.EngineServiceGetStatusResponse(
             instance_id=self.instance_id,
             adapter="simulated",
@@ -199,7 +222,7 @@ class SimulatedEngine(engine_pb2_grpc.EngineServiceServicer):
             vocabulary_size=self.vocabulary_size,
             running_count=min(self.slots, len(self._open)),
             waiting_count=max(0, len(self._open) - self.slots),
-            generated_token_count=self._made,
+            generated_token_count=self.generated_count,
             paused=self._paused,
         )
 
@@ -229,12 +252,16 @@ class SimulatedEngine(engine_pb2_grpc.EngineServiceServicer):
         while True:
             await self._work.wait()
             decoding = [running for running in list(self._open.values())[: self.slots] if self._may_go_on(running)]
-            if not decoding or self._paused:
+            if not decoding or self._stands_still:
                 self._work.clear()
-            for running in decoding if not self._paused else ():
+            for running in decoding if not self._stands_still else ():
                 self._advance(running)
             self._changed.notify()
             await asyncio.sleep(self.step_seconds)
+
+    @property
+    def _stands_still(self) -> bool:
+        return self._paused or self.is_applying
 
     def _may_go_on(self, running: _Running) -> bool:
         return self.token_limit is None or running.made < self.token_limit
@@ -247,7 +274,7 @@ class SimulatedEngine(engine_pb2_grpc.EngineServiceServicer):
             running.ids.append(new[-1])
             running.made += 1
             reason = self._finish_reason(running)
-        self._made += len(new)
+        self.generated_count += len(new)
         if reason:
             del self._open[running.generation.request_id]
         running.outbox.put_nowait(

@@ -168,7 +168,7 @@ class Farm(RuleBasedStateMachine):
         if not self.engines:
             return
         top = max([self.router.policy_version, *(self.demand(asked) for asked in self.open.values())])
-        self.open and self.finish_all(top)
+        self.finish_all(top)
         assert not self.open
         assert self.router.waiting_count == self.router.running_count == 0
 

@@ -2,11 +2,9 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
-
-import pytest
 
 from llm_proxy.config import LlmProxyConfig
 from llm_proxy.engines import Fleet
@@ -24,7 +22,8 @@ def asked(request_id: str, *, prompt: list[int] | None = None, max_tokens: int =
     """A request; `more` are fields of Sampling, of Generation (session_id) or of ProxiedGeneration."""
     own = {name: more.pop(name) for name in ("min_version", "exact_version", "priority") if name in more}
     session_id = more.pop("session_id", "")
-    sampling = trajectory_pb2.Sampling(max_tokens=max_tokens, **({"temperature": 1.0} | more))
+    table: dict[str, Any] = {"temperature": 1.0, **more}
+    sampling = trajectory_pb2.Sampling(max_tokens=max_tokens, **table)
     generation = engine_pb2.Generation(
         request_id=request_id,
         prompt_token_ids=tokens.pack_ids([1, 2, 3] if prompt is None else prompt),
@@ -81,6 +80,10 @@ class Proxy:
     async def attach(self, address: str) -> None:
         await rpc.call(self.stub.AttachEngine, llm_proxy_pb2.AttachEngineRequest(address=address), timeout=SECONDS)
 
+    async def abort(self, version: int) -> None:
+        request = llm_proxy_pb2.AbortWeightUpdateRequest(policy_version=version)
+        await rpc.call(self.stub.AbortWeightUpdate, request, timeout=SECONDS)
+
     async def until(self, ready: Callable[[], bool]) -> None:
         """Wait until the fleet got there, looked at after every loop turn that did something."""
         assert await self.fleet.progressed.first(lambda: ready() or None, SECONDS)
@@ -105,12 +108,11 @@ class Proxy:
         return await rpc.call(self.stub.CommitWeightUpdate, commit, timeout=SECONDS)
 
 
-Run = Callable[..., AbstractAsyncContextManager[Proxy]]
-
-
 @asynccontextmanager
-async def _run(*engines: str, **settings: Any) -> AsyncIterator[Proxy]:
-    fleet = Fleet(LlmProxyConfig(engines=list(engines), **({"health_seconds": 0.1} | settings)))
+async def run_proxy(*engines: str, **settings: Any) -> AsyncIterator[Proxy]:
+    """llm_proxy over these engine addresses."""
+    table: dict[str, Any] = {"engines": list(engines), "health_seconds": 0.1, **settings}
+    fleet = Fleet(LlmProxyConfig(**table))
     servicer = LlmProxyServicer(fleet)
     stop, port = asyncio.Event(), asyncio.get_running_loop().create_future()
     serving = asyncio.create_task(
@@ -129,9 +131,3 @@ async def _run(*engines: str, **settings: Any) -> AsyncIterator[Proxy]:
     finally:
         stop.set()
         await serving
-
-
-@pytest.fixture
-def run_proxy() -> Run:
-    """Starts llm_proxy over these engine addresses: `async with run_proxy(address) as proxy`."""
-    return _run

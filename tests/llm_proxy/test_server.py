@@ -1,0 +1,306 @@
+"""LlmProxyService over real sockets: what clients see, whatever the engines do."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from grpc import aio
+
+from rollfarm import rpc, tokens
+from rollfarm.errors import DeadlineExceeded, InvalidArgument, UnknownEngine, VersionUnavailable
+from rollfarm.testing import SimulatedEngine
+from rollfarm.v1 import engine_pb2, llm_proxy_pb2, trajectory_pb2
+from tests.llm_proxy.support import SECONDS, Proxy, asked, assert_exact, run_proxy
+
+SERVING = llm_proxy_pb2.Engine.STATE_SERVING
+CONNECTING = llm_proxy_pb2.Engine.STATE_CONNECTING
+
+
+async def read(call: Any, count: int) -> dict[str, Any]:
+    """The next `count` results of a GenerateMany stream, by request."""
+    results: dict[str, Any] = {}
+    async with asyncio.timeout(SECONDS):
+        while len(results) < count:
+            results.update({result.request_id: result for result in (await call.read()).results})
+    return results
+
+
+async def test_a_generation_is_answered_with_its_tokens_versions_and_engine() -> None:
+    engine = SimulatedEngine(version=3)
+    async with engine.serve() as address, run_proxy(address) as proxy:
+        result = await proxy.generate(asked("a", max_tokens=5))
+
+        assert_exact(result)
+        assert [(span.policy_version, span.token_count) for span in result.version_spans] == [(3, 5)]
+        assert result.finish_reason == trajectory_pb2.FINISH_REASON_LENGTH
+        assert (result.engine_id, result.resumption_count) == (address, 0)
+        status = await proxy.status()
+        assert (status.policy_version, status.generated_token_count, status.finished_count) == (3, 5, 1)
+
+
+async def test_many_generations_share_a_stream_and_the_engine_is_never_given_more_than_its_slots() -> None:
+    engine = SimulatedEngine(slots=7)
+    async with engine.serve() as address, run_proxy(address) as proxy:
+        call = proxy.stub.GenerateMany(timeout=SECONDS)
+        generations = [asked(str(number), max_tokens=1 + number % 3) for number in range(100)]
+        await call.write(llm_proxy_pb2.GenerateManyRequest(generations=generations))
+        await call.done_writing()
+
+        results = await read(call, 100)
+
+        for result in results.values():
+            assert_exact(result)
+        assert engine.most_running == 7
+        assert await call.read() is aio.EOF  # pyright: ignore[reportAttributeAccessIssue]
+
+
+async def test_a_refused_request_is_one_item_of_a_batch() -> None:
+    engine = SimulatedEngine()
+    async with engine.serve() as address, run_proxy(address) as proxy:
+        await proxy.serving()
+        call = proxy.stub.GenerateMany(timeout=SECONDS)
+        generations = [asked("bad", max_tokens=0), asked("good")]
+        await call.write(llm_proxy_pb2.GenerateManyRequest(generations=generations))
+
+        results = await read(call, 2)
+
+        assert results["bad"].failure.reason == "INVALID_ARGUMENT"
+        assert_exact(results["good"])
+        call.cancel()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"prompt": []}, "no tokens"),
+        ({"prompt": [1] * 64}, "64 tokens"),
+        ({"prompt": [1, 256]}, "Token id 256"),
+        ({"prompt": [-1]}, "Token id -1"),
+        ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"temperature": -0.5}, "temperature is -0.5"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"top_p": 1.5}, "top_p is 1.5"),
+        ({"top_k": -1}, "top_k is -1"),
+        ({"min_version": 2, "exact_version": 1}, "less than min_version"),
+        ({"request_id": ""}, "request_id is empty"),
+    ],
+)
+async def test_what_no_engine_could_generate_is_refused_before_it_is_queued(wrong: Any, message: str) -> None:
+    engine = SimulatedEngine(context_tokens=64)
+    async with engine.serve() as address, run_proxy(address) as proxy:
+        await proxy.serving()
+
+        with pytest.raises(InvalidArgument, match=message):
+            await proxy.generate(asked(**({"request_id": "a"} | wrong)))
+
+        assert engine.most_running == 0
+
+
+async def test_half_a_token_is_refused() -> None:
+    async with run_proxy() as proxy:
+        generation = asked("a")
+        generation.generation.prompt_token_ids = b"\x01\x02\x03"
+
+        with pytest.raises(InvalidArgument, match="not a multiple of 4"):
+            await proxy.generate(generation)
+
+
+async def test_a_version_that_is_gone_is_refused_and_names_the_served_one() -> None:
+    engine = SimulatedEngine(version=4)
+    async with engine.serve() as address, run_proxy(address) as proxy:
+        await proxy.serving()
+
+        with pytest.raises(VersionUnavailable) as refused:
+            await proxy.generate(asked("a", exact_version=3))
+
+        assert refused.value.facts["policy_version"] == "4"
+
+
+async def test_a_killed_engine_s_requests_continue_elsewhere_with_exactly_the_right_tokens() -> None:
+    dying, surviving = SimulatedEngine(token_limit=3), SimulatedEngine()
+    async with surviving.serve() as second, run_proxy() as proxy:
+        async with dying.serve() as first:
+            await proxy.attach(first)
+            generating = [asyncio.create_task(proxy.generate(asked(name, max_tokens=10))) for name in "abc"]
+            await dying.until(lambda: dying.is_stalled and len(dying.open_requests) == 3)
+            await proxy.until(lambda: proxy.fleet.router.generated_count == 9)
+        await proxy.attach(second)
+
+        for result in await asyncio.gather(*generating):
+            assert_exact(result)
+            assert tokens.token_count(result.token_ids) == 10
+            assert (result.engine_id, result.resumption_count) == (second, 1)
+        assert surviving.generated_count == 21
+        assert (await proxy.status()).resumption_count == 3
+
+
+async def test_an_engine_that_hangs_is_given_up() -> None:
+    hanging, healthy = SimulatedEngine(token_limit=2), SimulatedEngine()
+    async with (
+        hanging.serve() as first,
+        healthy.serve() as second,
+        run_proxy(first, health_timeout_seconds=0.3) as proxy,
+    ):
+        generating = asyncio.create_task(proxy.generate(asked("a", max_tokens=6)))
+        await proxy.until(lambda: proxy.fleet.router.generated_count == 2)
+
+        hanging.is_hung = True
+        await proxy.attach(second)
+
+        result = await generating
+        assert_exact(result)
+        assert result.engine_id == second
+
+
+async def test_without_engines_requests_wait_for_one_to_be_attached() -> None:
+    engine = SimulatedEngine()
+    async with run_proxy() as proxy, engine.serve() as address:
+        with pytest.raises(DeadlineExceeded):
+            await proxy.generate(asked("too late"), timeout=0.2)
+        generating = asyncio.create_task(proxy.generate(asked("a")))
+        await proxy.until(lambda: proxy.fleet.router.waiting_count == 1)
+
+        await proxy.attach(address)
+
+        assert_exact(await generating)
+        assert (await proxy.status()).finished_count == 1
+
+
+async def test_cancelling_a_call_frees_its_slot() -> None:
+    engine = SimulatedEngine(slots=1, token_limit=1)
+    async with engine.serve() as address, run_proxy(address) as proxy:
+        first = asyncio.create_task(proxy.generate(asked("first", max_tokens=9)))
+        await engine.until(lambda: engine.is_stalled)
+        second = asyncio.create_task(proxy.generate(asked("second", max_tokens=1)))
+
+        first.cancel()
+
+        assert_exact(await second)
+        assert (await proxy.status()).running_count == 0
+
+
+async def test_the_end_of_a_stream_cancels_its_open_requests() -> None:
+    engine = SimulatedEngine(slots=1, token_limit=1)
+    async with engine.serve() as address, run_proxy(address) as proxy:
+        call = proxy.stub.GenerateMany()
+        generations = [asked(str(number), max_tokens=9) for number in range(50)]
+        await call.write(llm_proxy_pb2.GenerateManyRequest(generations=generations))
+        await engine.until(lambda: engine.is_stalled)
+
+        call.cancel()
+
+        await engine.until(lambda: not engine.open_requests)
+        await proxy.until(lambda: not proxy.fleet.router.waiting_count and not proxy.fleet.router.running_count)
+
+
+async def test_a_cancelled_request_of_a_stream_answers_with_the_tokens_that_it_has() -> None:
+    engine = SimulatedEngine(token_limit=2)
+    async with engine.serve() as address, run_proxy(address) as proxy:
+        call = proxy.stub.GenerateMany()
+        await call.write(llm_proxy_pb2.GenerateManyRequest(generations=[asked("a", max_tokens=9)]))
+        await proxy.until(lambda: proxy.fleet.router.generated_count == 2)
+
+        cancel = llm_proxy_pb2.CancelRequest(request_ids=["a", "unknown"])
+        await rpc.call(proxy.stub.Cancel, cancel, timeout=SECONDS)
+
+        result = (await read(call, 1))["a"]
+        assert_exact(result)
+        assert result.finish_reason == trajectory_pb2.FINISH_REASON_ABORT
+        await engine.until(lambda: not engine.open_requests)
+        call.cancel()
+
+
+async def test_a_retry_of_an_open_request_joins_it() -> None:
+    engine = SimulatedEngine(token_limit=1)
+    async with engine.serve() as address, run_proxy(address) as proxy:
+        calls = [asyncio.create_task(proxy.generate(asked("a"))) for _ in range(2)]
+        await engine.until(lambda: engine.is_stalled)
+        engine.allow(None)
+
+        first, second = await asyncio.gather(*calls)
+
+        assert first.token_ids == second.token_ids
+        assert engine.generated_count == 4
+
+
+async def test_list_engines_is_a_long_poll_that_answers_every_change() -> None:
+    engine = SimulatedEngine()
+    async with run_proxy() as proxy:
+        async with engine.serve() as address:
+            empty = await proxy.list_engines()
+            waiting = asyncio.create_task(proxy.list_engines(after_revision=empty.revision))
+            await proxy.attach(address)
+            assert [one.address for one in (await waiting).engines] == [address]
+
+            listed = await proxy.serving()
+            assert listed.engines[0].instance_id == engine.instance_id
+            assert (listed.engines[0].slot_count, listed.engines[0].adapter) == (8, "simulated")
+
+        lost = await proxy.engines_when(lambda listed: listed.engines[0].state == CONNECTING)
+        assert lost.engines[0].detail
+
+        with pytest.raises(UnknownEngine):
+            await detach(proxy, "nobody")
+        await detach(proxy, address)
+        assert not (await proxy.list_engines()).engines
+
+
+async def detach(proxy: Proxy, engine_id: str) -> None:
+    await rpc.call(proxy.stub.DetachEngine, llm_proxy_pb2.DetachEngineRequest(engine_id=engine_id), timeout=SECONDS)
+
+
+async def test_a_detached_engine_s_requests_continue_elsewhere() -> None:
+    leaving, staying = SimulatedEngine(token_limit=1), SimulatedEngine()
+    async with leaving.serve() as first, staying.serve() as second, run_proxy(first) as proxy:
+        generating = asyncio.create_task(proxy.generate(asked("a", max_tokens=5)))
+        await proxy.until(lambda: proxy.fleet.router.generated_count == 1)
+
+        await detach(proxy, first)
+        await proxy.attach(second)
+
+        assert_exact(await generating)
+        await leaving.until(lambda: not leaving.open_requests)
+
+
+async def test_an_engine_that_comes_back_on_its_port_serves_again() -> None:
+    engine = SimulatedEngine()
+    async with run_proxy() as proxy:
+        async with engine.serve() as address:
+            await proxy.attach(address)
+            await proxy.serving()
+        await proxy.engines_when(lambda listed: listed.engines[0].state == CONNECTING)
+        restarted = SimulatedEngine()
+        async with restarted.serve(int(address.rpartition(":")[2])):
+            listed = await proxy.serving()
+
+            assert listed.engines[0].instance_id == restarted.instance_id
+            assert_exact(await proxy.generate(asked("a")))
+
+
+class Unstamped(SimulatedEngine):
+    """Sends a token without a version."""
+
+    def _admit(self, running: Any) -> None:
+        chunk = engine_pb2.GenerationChunk(
+            request_id=running.generation.request_id,
+            token_ids=tokens.pack_ids([1]),
+            logprobs=tokens.pack_logprobs([0.0]),
+        )
+        running.outbox.put_nowait(chunk)
+
+
+async def test_an_engine_that_breaks_its_contract_is_left() -> None:
+    broken, sound = Unstamped(), SimulatedEngine()
+    async with broken.serve() as first, sound.serve() as second, run_proxy(first) as proxy:
+        generating = asyncio.create_task(proxy.generate(asked("a")))
+        await proxy.engines_when(lambda listed: "versions for" in listed.engines[0].detail)
+
+        await proxy.attach(second)
+
+        assert_exact(await generating)
+
+
+async def test_an_address_without_a_port_is_refused() -> None:
+    async with run_proxy() as proxy:
+        with pytest.raises(InvalidArgument, match="not host:port"):
+            await proxy.attach("engine-0")
