@@ -15,31 +15,31 @@ def rewards(*rows: list[float]) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.float64)
 
 
-def test_grpo_measures_rewards_in_standard_deviations_of_their_group():
+def test_grpo_measures_rewards_in_standard_deviations_of_their_group() -> None:
     assert grpo(rewards([0, 0, 4, 4])).tolist() == [[-1, -1, 1, 1]]
 
 
-def test_centered_only_takes_the_mean_away():
+def test_centered_only_takes_the_mean_away() -> None:
     assert centered(rewards([0, 1, 5])).tolist() == [[-2, -1, 3]]
 
 
-def test_rloo_compares_with_the_mean_of_the_others():
+def test_rloo_compares_with_the_mean_of_the_others() -> None:
     assert rloo(rewards([0, 3, 6])).tolist() == [[-4.5, 0, 4.5]]
 
 
-def test_batch_grpo_divides_by_the_deviation_of_the_whole_batch():
+def test_batch_grpo_divides_by_the_deviation_of_the_whole_batch() -> None:
     assert batch_grpo(rewards([0, 2], [0, 2])).tolist() == [[-1, 1], [-1, 1]]
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
-def test_a_group_that_agrees_and_a_lone_member_get_zeros(name: str):
+def test_a_group_that_agrees_and_a_lone_member_get_zeros(name: str) -> None:
     advantage = ADVANTAGES[name]
 
     assert advantage(rewards([0.1, 0.1, 0.1])).tolist() == [[0, 0, 0]]
     assert advantage(rewards([0.7])).tolist() == [[0]]
 
 
-def test_clipped_stops_where_the_ratio_left_its_bounds_in_the_direction_of_the_advantage():
+def test_clipped_stops_where_the_ratio_left_its_bounds_in_the_direction_of_the_advantage() -> None:
     logp = torch.log(torch.tensor([1.0, 1.5, 1.5, 0.5, 0.5, 4.0])).requires_grad_()
     behavior = torch.zeros(6)
     advantage = torch.tensor([1.0, 1.0, -1.0, 1.0, -1.0, -1.0])
@@ -55,7 +55,7 @@ def test_clipped_stops_where_the_ratio_left_its_bounds_in_the_direction_of_the_a
     assert metrics["ratio_max"] == pytest.approx(4.0)
 
 
-def test_truncated_bounds_the_weight_and_keeps_the_gradient():
+def test_truncated_bounds_the_weight_and_keeps_the_gradient() -> None:
     logp = torch.log(torch.tensor([8.0, 0.5])).requires_grad_()
 
     loss, _ = truncated(logp, torch.zeros(2), torch.tensor([1.0, 1.0]), torch.ones(2, dtype=torch.bool), weight_high=2)
@@ -65,7 +65,7 @@ def test_truncated_bounds_the_weight_and_keeps_the_gradient():
     assert logp.grad.tolist() == pytest.approx([-2.0, -0.5])
 
 
-def test_reinforce_weighs_a_stale_token_unless_told_not_to():
+def test_reinforce_weighs_a_stale_token_unless_told_not_to() -> None:
     logp, mask = torch.log(torch.tensor([0.5])), torch.ones(1, dtype=torch.bool)
     behavior, advantage = torch.log(torch.tensor([0.25])), torch.tensor([3.0])
 
@@ -77,7 +77,7 @@ def test_reinforce_weighs_a_stale_token_unless_told_not_to():
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_nothing_outside_the_mask_reaches_loss_gradient_or_metrics(name: str):
+def test_nothing_outside_the_mask_reaches_loss_gradient_or_metrics(name: str) -> None:
     logp = torch.tensor([-1.0, 3.0, -2.0], requires_grad=True)
     poison = torch.tensor([-1.1, float("nan"), -2.1])
     mask = torch.tensor([True, False, True])
@@ -96,7 +96,7 @@ def test_nothing_outside_the_mask_reaches_loss_gradient_or_metrics(name: str):
     )
 
 
-def test_clipped_equals_a_float64_reference():
+def test_clipped_equals_a_float64_reference() -> None:
     dice = np.random.default_rng(0)
     logp, behavior = dice.normal(-2, 1, 200), dice.normal(-2, 1, 200)
     advantage, mask = dice.normal(0, 1, 200), dice.random(200) < 0.6
@@ -112,7 +112,7 @@ def test_clipped_equals_a_float64_reference():
     assert metrics["kl_behavior"].item() == pytest.approx(kl[mask].sum())
 
 
-def test_token_mean_counts_tokens_and_sequence_means_count_trajectories():
+def test_token_mean_counts_tokens_and_sequence_means_count_trajectories() -> None:
     mask = torch.tensor([[True, False, True, True], [False, True, False, False], [False, False, False, False]])
 
     by_token, tokens = token_mean(mask)
@@ -126,7 +126,7 @@ def test_token_mean_counts_tokens_and_sequence_means_count_trajectories():
 
 
 @pytest.mark.parametrize("name", AGGREGATIONS)
-def test_padding_and_splitting_never_change_weights_or_shares(name: str):
+def test_padding_and_splitting_never_change_weights_or_shares(name: str) -> None:
     mask = torch.rand(5, 9, generator=torch.Generator().manual_seed(0)) < 0.5
     padded = torch.cat([mask, torch.zeros(5, 3, dtype=torch.bool)], dim=1)
 
@@ -137,7 +137,7 @@ def test_padding_and_splitting_never_change_weights_or_shares(name: str):
     assert share == sum(part for _, part in parts)
 
 
-def test_bind_fixes_settings_and_names_the_nearest_for_a_wrong_one():
+def test_bind_fixes_settings_and_names_the_nearest_for_a_wrong_one() -> None:
     bound = bind(LOSSES, "clipped", clip_high=0.5)
     ones = torch.ones(1)
 
@@ -150,7 +150,7 @@ def test_bind_fixes_settings_and_names_the_nearest_for_a_wrong_one():
         bind(LOSSES, "clipped", clip_high="wide")
 
 
-def test_a_function_of_ones_own_is_named_by_its_module():
+def test_a_function_of_ones_own_is_named_by_its_module() -> None:
     assert bind(ADVANTAGES, "trainer.algorithms.advantages:centered")(rewards([1, 3])).tolist() == [[-1, 1]]
     with pytest.raises(ConfigError, match="cannot be imported"):
         bind(ADVANTAGES, "no_such_module:function")

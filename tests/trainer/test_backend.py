@@ -26,7 +26,7 @@ def weights(backend: ReplicatedBackend) -> torch.Tensor:
     return torch.cat([tensor.flatten() for _, tensor in backend.export_named_tensors()])
 
 
-def test_log_probabilities_are_those_of_a_hugging_face_forward(model_path: Path, backend: ReplicatedBackend):
+def test_log_probabilities_are_those_of_a_hugging_face_forward(model_path: Path, backend: ReplicatedBackend) -> None:
     rows = random_rows(9)
     reference = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
 
@@ -41,7 +41,7 @@ def test_log_probabilities_are_those_of_a_hugging_face_forward(model_path: Path,
         assert not logp_T[~row.mask_T].any()
 
 
-def test_micro_batches_do_not_change_the_result(model_path: Path):
+def test_micro_batches_do_not_change_the_result(model_path: Path) -> None:
     rows = random_rows(24)
     whole, split = make_backend(model_path, 10_000), make_backend(model_path, 30)
 
@@ -51,7 +51,7 @@ def test_micro_batches_do_not_change_the_result(model_path: Path):
     assert torch.allclose(weights(whole), weights(split), atol=1e-5)
 
 
-def test_logits_made_in_chunks_give_the_same_gradient(model_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_logits_made_in_chunks_give_the_same_gradient(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = random_rows(12)
     whole, chunked = make_backend(model_path), make_backend(model_path)
 
@@ -62,7 +62,7 @@ def test_logits_made_in_chunks_give_the_same_gradient(model_path: Path, monkeypa
     assert in_parts == pytest.approx(at_once, abs=1e-5)
 
 
-def test_tokens_with_a_good_advantage_become_likelier(backend: ReplicatedBackend):
+def test_tokens_with_a_good_advantage_become_likelier(backend: ReplicatedBackend) -> None:
     rows = [Row(row.ids_T, row.mask_T, logp_T, advantage=1.0) for row, logp_T in _with_logp(backend, random_rows(8))]
     before = sum(logp_T.sum() for logp_T in backend.logprobs(rows))
 
@@ -73,7 +73,9 @@ def test_tokens_with_a_good_advantage_become_likelier(backend: ReplicatedBackend
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-def test_a_step_that_is_not_finite_changes_nothing_and_the_next_one_learns(backend: ReplicatedBackend, poison: float):
+def test_a_step_that_is_not_finite_changes_nothing_and_the_next_one_learns(
+    backend: ReplicatedBackend, poison: float
+) -> None:
     rows = random_rows(8)
     before = weights(backend)
     poisoned = [Row(rows[0].ids_T, rows[0].mask_T, rows[0].behavior_logp_T, advantage=poison), *rows[1:]]
@@ -85,7 +87,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_the_next_one_learns(backe
     assert not torch.equal(weights(backend), before)
 
 
-def test_training_goes_on_from_a_checkpoint_as_if_never_interrupted(model_path: Path, tmp_path: Path):
+def test_training_goes_on_from_a_checkpoint_as_if_never_interrupted(model_path: Path, tmp_path: Path) -> None:
     batches = [random_rows(6, seed=seed) for seed in range(4)]
     straight, stopped = make_backend(model_path), make_backend(model_path)
     for rows in batches:
@@ -102,7 +104,7 @@ def test_training_goes_on_from_a_checkpoint_as_if_never_interrupted(model_path: 
     assert torch.equal(weights(resumed), weights(straight))
 
 
-def test_a_checkpoint_of_another_model_is_refused(backend: ReplicatedBackend, tmp_path: Path):
+def test_a_checkpoint_of_another_model_is_refused(backend: ReplicatedBackend, tmp_path: Path) -> None:
     other = tmp_path / "other"
     create = TinyModelConfig(words=WORDS, hidden_size=32, layers=2, heads=2, context_tokens=64)
     ensure_model(ModelConfig(path=str(other), create=create))
@@ -112,7 +114,7 @@ def test_a_checkpoint_of_another_model_is_refused(backend: ReplicatedBackend, tm
         make_backend(other).load(tmp_path)
 
 
-def test_an_export_loads_anywhere_with_its_tokenizer(backend: ReplicatedBackend, tmp_path: Path):
+def test_an_export_loads_anywhere_with_its_tokenizer(backend: ReplicatedBackend, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     step(backend, random_rows(4))

@@ -23,25 +23,30 @@ log = structlog.get_logger()
 class Link:
     """The process group that this trainer and one engine instance share."""
 
-    def __init__(self, engine: llm_proxy_pb2.Engine, store: TCPStore, timeout_seconds: float) -> None:
+    def __init__(self, engine: llm_proxy_pb2.Engine, host: str, port: int, timeout_seconds: float) -> None:
         self.instance_id = engine.instance_id
         self.group_name = f"weights-{engine.engine_id}-{uuid.uuid4().hex[:12]}"
         self.joined = False
-        self._store = store
+        self._host = host
+        self._port = port
         self._timeout = timedelta(seconds=timeout_seconds)
         self._group: ProcessGroupGloo | None = None
 
     def send(self, snapshot: Snapshot) -> None:
         """Meet the engine if that has not happened, and broadcast. Blocks; raises RuntimeError when it is gone."""
         if self._group is None:
-            store = PrefixStore(self.group_name, self._store)
-            self._group = ProcessGroupGloo(store, 0, 2, self._timeout)
+            self._group = self._meet()
         options = BroadcastOptions()
         options.rootRank = 0
         options.timeout = self._timeout
         for buffer in snapshot.buffers:
             self._group.broadcast([buffer], options).wait()  # pyright: ignore[reportAttributeAccessIssue]
         self.joined = True
+
+    def _meet(self) -> ProcessGroupGloo:
+        # A connection of its own: a store's client serves one waiting thread at a time.
+        store = TCPStore(self._host, self._port, is_master=False, timeout=self._timeout)
+        return ProcessGroupGloo(PrefixStore(self.group_name, store), 0, 2, self._timeout)
 
 
 class Links:
@@ -94,7 +99,7 @@ class Links:
     def _link_to(self, engine: llm_proxy_pb2.Engine) -> Link:
         link = self._links.get(engine.engine_id)
         if link is None or link.instance_id != engine.instance_id:
-            link = Link(engine, self._store, self._timeout_seconds)
+            link = Link(engine, self._host, self._store.port, self._timeout_seconds)
             self._links[engine.engine_id] = link
         return link
 
