@@ -7,7 +7,7 @@ from llm_proxy.config import LlmProxyRoot
 from llm_proxy.engines import Fleet
 from llm_proxy.server import SERVICE, LlmProxyServicer
 from rollfarm.config import load_or_exit
-from rollfarm.service import run, serve
+from rollfarm.service import run, serve, stop_on_signal
 from rollfarm.telemetry import start_telemetry
 from rollfarm.v1.llm_proxy_pb2_grpc import add_LlmProxyServiceServicer_to_server
 
@@ -19,12 +19,15 @@ def main() -> None:
     metrics.register(fleet.router)
 
     async def wire() -> None:
-        servicer = LlmProxyServicer(fleet)
+        stop = stop_on_signal()
+        servicer = LlmProxyServicer(fleet, stop)
         await serve(
             lambda server: add_LlmProxyServiceServicer_to_server(servicer, server),
             config.listen,
             fleet.run,
+            servicer.wake_on_stop,
             services=[SERVICE],
+            stop=stop,
         )
 
     run(wire)

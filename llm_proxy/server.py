@@ -75,10 +75,23 @@ class Stream:
 class LlmProxyServicer(llm_proxy_pb2_grpc.LlmProxyServiceServicer):
     """gRPC to transitions and back."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, stop: asyncio.Event) -> None:
+        """`stop` is set when the service is to drain."""
         self._fleet = fleet
         self._router = fleet.router
         self._weights = WeightUpdates(fleet)
+        self._stop = stop
+        self._readers: set[asyncio.Task[None]] = set()
+
+    async def wake_on_stop(self) -> None:
+        """When the service stops, let long polls answer and streams end with their open requests.
+
+        What is read no more, the client sends again to whoever serves next.
+        """
+        await self._stop.wait()
+        self._fleet.changed.notify()
+        for reading in self._readers:
+            reading.cancel()
 
     async def Generate(self, request: llm_proxy_pb2.GenerateRequest, context: Context) -> Any:
         once = Once()
@@ -96,11 +109,15 @@ class LlmProxyServicer(llm_proxy_pb2_grpc.LlmProxyServiceServicer):
     async def GenerateMany(self, request_iterator: AsyncIterator[Any], context: Context) -> AsyncIterator[Any]:
         stream = Stream()
         reading = asyncio.create_task(self._read(request_iterator, stream))
+        self._readers.add(reading)
+        reading.add_done_callback(self._readers.discard)
+        reading.add_done_callback(lambda _: stream.complete())
         try:
             while ready := await stream.ready():
                 for batch in batches(ready):
                     yield llm_proxy_pb2.GenerateManyResponse(results=batch)
-            await reading
+            if not reading.cancelled():
+                reading.result()
         finally:
             reading.cancel()
             now = time.monotonic()
@@ -127,10 +144,7 @@ class LlmProxyServicer(llm_proxy_pb2_grpc.LlmProxyServiceServicer):
 
     async def ListEngines(self, request: llm_proxy_pb2.ListEnginesRequest, context: Context) -> Any:
         if request.HasField("after_revision"):
-            # Unequal, not greater: a revision from before a restart of llm_proxy is never waited for.
-            await self._fleet.changed.first(
-                lambda: True if self._router.revision != request.after_revision else None, poll_seconds(context)
-            )
+            await self._fleet.changed.first(lambda: self._is_news(request.after_revision), poll_seconds(context))
         return llm_proxy_pb2.ListEnginesResponse(
             engines=[_engine(engine) for engine in self._router.engines],
             revision=self._router.revision,
@@ -160,14 +174,15 @@ class LlmProxyServicer(llm_proxy_pb2_grpc.LlmProxyServiceServicer):
             resumption_count=router.resumption_count,
         )
 
+    def _is_news(self, revision: int) -> bool | None:
+        """Unequal, not greater: a revision from before a restart of llm_proxy is not waited for."""
+        return True if self._router.revision != revision or self._stop.is_set() else None
+
     async def _read(self, request_iterator: AsyncIterator[Any], stream: Stream) -> None:
-        try:
-            async for message in request_iterator:
-                for asked in message.generations:
-                    self._submit_one(asked, stream)
-                self._fleet.wake()
-        finally:
-            stream.complete()
+        async for message in request_iterator:
+            for asked in message.generations:
+                self._submit_one(asked, stream)
+            self._fleet.wake()
 
     def _submit_one(self, asked: llm_proxy_pb2.ProxiedGeneration, stream: Stream) -> None:
         request_id = asked.generation.request_id

@@ -113,13 +113,14 @@ async def run_proxy(*engines: str, **settings: Any) -> AsyncIterator[Proxy]:
     """llm_proxy over these engine addresses."""
     table: dict[str, Any] = {"engines": list(engines), "health_seconds": 0.1, **settings}
     fleet = Fleet(LlmProxyConfig(**table))
-    servicer = LlmProxyServicer(fleet)
     stop, port = asyncio.Event(), asyncio.get_running_loop().create_future()
+    servicer = LlmProxyServicer(fleet, stop)
     serving = asyncio.create_task(
         serve(
             lambda server: llm_proxy_pb2_grpc.add_LlmProxyServiceServicer_to_server(servicer, server),
             Listen(drain_seconds=0),
             fleet.run,
+            servicer.wake_on_stop,
             services=[SERVICE],
             stop=stop,
             started=port.set_result,
