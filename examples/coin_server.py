@@ -1,13 +1,12 @@
-"""A whole environment, in a process of its own: a coin shows one side, the policy names the other.
+"""A whole environment in a process of its own: `python examples/coin_server.py --port 7730`. In the farm's file:
 
-`python examples/coin_server.py --port 7730`, and in the farm's file:
-    [env_manager]
-    servers = ["127.0.0.1:7730"]
-    [[run.domains]]
-    name = "coin"
-    environment = "coin"
-    [reward_gateway.domains.coin]
-    rewards = [{ name = "environment" }]
+[env_manager]
+servers = ["127.0.0.1:7730"]
+[[run.domains]]
+name = "coin"
+environment = "coin"
+[reward_gateway.domains.coin]
+rewards = [{ name = "environment" }]
 """
 
 import random

@@ -1,7 +1,7 @@
 """Cross a frozen lake, from the top left to the bottom right, without falling into a hole.
 
-Each turn shows where the policy stands and what lies beside it, "at 0 2 left ice down ice right hole up wall", and
-takes one word: left, down, right or up. The map comes from the task's seed, and the goal can always be reached.
+Each turn shows where the policy stands and what lies beside it, "at 0 2 left ice down ice right hole up wall" (or, in
+the same order, the compact "0 2 ice ice hole wall"), and takes one word: left, down, right or up. The map comes from the task's seed, and the goal can always be reached.
 
 Reward. Let d be the steps that a shortest way still takes, and D what it took at the start. A move pays
 0.5 * (d before - d after) / D, signed, so that wandering pays nothing and going back costs what it earned; a fall gives
@@ -44,10 +44,12 @@ class FrozenLake(Solvable):
         holes: Annotated[float, Field(ge=0, lt=1)] = 0.2,
         turns: Annotated[int, Field(ge=0)] = 0,
         slippery: bool = False,
-        view: Literal["local", "map"] = "local",
+        view: Literal["local", "compact", "map"] = "local",
     ) -> None:
         """`holes` is how likely a cell is one. 0 `turns` is twice `size`. On `slippery` ice a move goes astray, to
-        either side, two times in three. The view "map" shows the whole map first."""
+        either side, two times in three. The view "compact" leaves out the words that never change, and "map" shows
+        the whole map first."""
+        self._compact = view == "compact"
         self._size = size
         self._holes = holes
         self._turns = self._turns_left = turns or 2 * size
@@ -112,8 +114,10 @@ class FrozenLake(Solvable):
         return 1 - self._distance[self._at] / self._distance[(0, 0)]
 
     def _look(self) -> str:
-        around = " ".join(f"{word} {self._kind(self._beside(word))}" for word in MOVES)
-        return f"at {self._at[0]} {self._at[1]} {around}"
+        around = {word: self._kind(self._beside(word)) for word in MOVES}
+        if self._compact:
+            return f"{self._at[0]} {self._at[1]} {' '.join(around.values())}"
+        return f"at {self._at[0]} {self._at[1]} {' '.join(f'{word} {kind}' for word, kind in around.items())}"
 
     def _whole_map(self) -> str:
         cells = range(self._size)

@@ -2,7 +2,9 @@
 
 import asyncio
 import threading
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from typing import Any
 
 import pytest
 
@@ -327,7 +329,7 @@ async def test_an_episode_whose_environment_server_restarted_fails():
     asked, answer = asyncio.Event(), asyncio.Event()
 
     class SlowProxy(FakeProxy):
-        async def GenerateMany(self, request_iterator, context):
+        async def GenerateMany(self, request_iterator: Any, context: Any) -> AsyncIterator[Any]:
             async for response in super().GenerateMany(request_iterator, context):
                 asked.set()
                 await answer.wait()
