@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging
 
 from rollfarm.config import ConfigError
 from trainer.algorithms.losses import Metrics
@@ -44,6 +45,7 @@ class ReplicatedBackend:
         weight_decay: float = 0.0,
         betas: tuple[float, float] = (0.9, 0.95),
     ) -> None:
+        logging.disable_progress_bar()
         self.device = device
         self.model = _load_model(path)
         nn.Module.to(self.model, device)
