@@ -1,7 +1,8 @@
 """Cross a frozen lake, from the top left to the bottom right, without falling into a hole.
 
-Each turn shows where the policy stands and what lies beside it, "at 0 2 left ice down ice right hole up wall" (or, in
-the same order, the compact "0 2 ice ice hole wall"), and takes one word: left, down, right or up. The map comes from the task's seed, and the goal can always be reached.
+Each turn shows where the policy stands and what lies beside it, "at 0 2 left ice down ice right hole up wall" or, in the
+same order and compact, "0 2 ice ice hole wall". It takes one word: left, down, right or up. The map comes from the
+task's seed, and the goal can always be reached.
 
 Reward. Let d be the steps that a shortest way still takes, and D what it took at the start. A move pays
 0.5 * (d before - d after) / D, signed, so that wandering pays nothing and going back costs what it earned; a fall gives
@@ -49,7 +50,6 @@ class FrozenLake(Solvable):
         """`holes` is how likely a cell is one. 0 `turns` is twice `size`. On `slippery` ice a move goes astray, to
         either side, two times in three. The view "compact" leaves out the words that never change, and "map" shows
         the whole map first."""
-        self._compact = view == "compact"
         self._size = size
         self._holes = holes
         self._turns = self._turns_left = turns or 2 * size
@@ -115,7 +115,7 @@ class FrozenLake(Solvable):
 
     def _look(self) -> str:
         around = {word: self._kind(self._beside(word)) for word in MOVES}
-        if self._compact:
+        if self._view == "compact":
             return f"{self._at[0]} {self._at[1]} {' '.join(around.values())}"
         return f"at {self._at[0]} {self._at[1]} {' '.join(f'{word} {kind}' for word, kind in around.items())}"
 

@@ -14,7 +14,7 @@ CASES = [
     ("arithmetic", {}),
     ("arithmetic", {"digits": 3, "operations": ["times"]}),
     ("frozen_lake", {}),
-    ("frozen_lake", {"size": 3}),
+    ("frozen_lake", {"size": 3, "view": "compact"}),
     ("frozen_lake", {"size": 6, "holes": 0.4, "view": "map"}),
     ("guess_number", {}),
     ("guess_number", {"high": 100}),
@@ -86,6 +86,10 @@ def test_the_lake_shows_where_one_stands_and_what_lies_beside():
     step = environment.step("down")
 
     assert environment._look() == step.text == "at 1 0 left wall down ice right ice up ice"
+
+
+def test_the_compact_view_leaves_out_the_words_that_never_change():
+    assert FrozenLake(size=2, holes=0.0, view="compact").reset(0, 0).text == "0 0 wall ice ice wall"
 
 
 def test_a_step_forward_earns_its_share_of_the_way_and_a_step_back_returns_it():
