@@ -1,7 +1,7 @@
 """Cross a frozen lake, from the top left to the bottom right, without falling into a hole.
 
-Each turn shows where the policy stands and what lies beside it, "at 0 2 left ice down ice right hole up wall" or, in the
-same order and compact, "0 2 ice ice hole wall". It takes one word: left, down, right or up. The map comes from the
+Each turn shows where the policy stands and what lies beside it, "at 0 2 left ice down ice right hole up wall" or, in
+the same order and compact, "0 2 ice ice hole wall". It takes one word: left, down, right or up. The map comes from the
 task's seed, and the goal can always be reached.
 
 Reward. Let d be the steps that a shortest way still takes, and D what it took at the start. A move pays
