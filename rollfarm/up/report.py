@@ -83,7 +83,8 @@ def page(summary: Summary, curve: bytes, config: str) -> str:
     """The report as HTML."""
     name = _run_name(config) or Path(summary.run).name
     picture = base64.b64encode(curve).decode()
-    verdict = "finished" if summary.finished else "unfinished; resume it with <code>rollfarm up config.toml</code>"
+    resume = f"unfinished; go on with <code>rollfarm up {_e(summary.run)}/config.toml</code>"
+    verdict = "finished" if summary.finished else resume
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>{_e(name)} · rollfarm</title><style>{STYLE}</style></head><body><main>
