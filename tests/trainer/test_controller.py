@@ -72,6 +72,7 @@ class Farm:
     root: TrainerRoot
     buffer: "sample_buffer_pb2_grpc.SampleBufferServiceAsyncStub"
     proxy: "llm_proxy_pb2_grpc.LlmProxyServiceAsyncStub"
+    proxy_address: str
 
     def with_run(self, **changes: object) -> "Farm":
         return replace(self, root=self.root.model_copy(update={"run": self.root.run.model_copy(update=changes)}))
@@ -130,6 +131,7 @@ async def farm(
                 root,
                 sample_buffer_pb2_grpc.SampleBufferServiceStub(to_buffer),
                 llm_proxy_pb2_grpc.LlmProxyServiceStub(to_proxy),
+                proxy.address,
             )
         finally:
             playing.cancel()
