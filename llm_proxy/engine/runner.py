@@ -11,6 +11,7 @@ import structlog
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
+from transformers.utils import logging
 
 from llm_proxy.engine.attention import NAME, Layer, Pass, Probe
 from llm_proxy.engine.batching import Segment
@@ -36,6 +37,7 @@ def choose_device(device: Literal["auto", "cpu", "cuda"]) -> torch.device:
 
 def load_model(config: ModelConfig, device: torch.device) -> Any:
     """The model, ready to generate with our attention. Raises ConfigError."""
+    logging.disable_progress_bar()
     model: Any
     try:
         model = AutoModelForCausalLM.from_pretrained(

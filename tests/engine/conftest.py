@@ -1,10 +1,6 @@
 """Tiny models, and the engine hosts that the contract suite runs against: embedded ones here, vLLM as a process."""
 
-import json
 import os
-import signal
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -13,10 +9,9 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tests.engine.kit import CONTEXT, VOCABULARY, Host, connect, embedded_root, serve
+from tests.engine.process import ROOT, Process, vllm_flags
 
 torch.set_num_threads(1)
-
-ROOT = Path(__file__).parents[2]
 
 
 def make_model(folder: Path, *, seed: int, tied: bool) -> Path:
@@ -60,32 +55,8 @@ def vllm_python() -> Path:
 
 @pytest.fixture(scope="session")
 def vllm_address(tied_model: Path, vllm_python: Path) -> Iterator[str]:
-    process = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "llm_proxy.engine", "--model.path", str(tied_model)),
-            *("--engine.adapter", "vllm", "--engine.vllm.python", str(vllm_python), "--engine.kv_cache", "64M"),
-            *("--engine.listen.port", "0", "--engine.telemetry.log_format", "json"),
-        ],
-        cwd=ROOT,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        yield read_address(process)
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=60)
-
-
-def read_address(process: "subprocess.Popen[str]") -> str:
-    """Where the host serves, once its log says so."""
-    assert process.stderr is not None
-    seen: list[str] = []
-    for line in process.stderr:
-        seen.append(line)
-        if line.startswith("{") and (said := json.loads(line)).get("event") == "serving":
-            return said["address"]
-    raise AssertionError("the engine host ended: " + "".join(seen))
+    with Process(*vllm_flags(tied_model, vllm_python)) as process:
+        yield process.address()
 
 
 @pytest.fixture
@@ -94,7 +65,7 @@ async def embedded(tied_model: Path) -> AsyncIterator[Host]:
         yield host
 
 
-@pytest.fixture(params=["embedded", pytest.param("vllm", marks=pytest.mark.slow)])
+@pytest.fixture(params=["embedded", pytest.param("vllm", marks=[pytest.mark.slow, pytest.mark.timeout(400)])])
 async def host(request: pytest.FixtureRequest, tied_model: Path) -> AsyncIterator[Host]:
     """An engine at some version of the test's model: its weights may be an earlier test's."""
     if request.param == "embedded":

@@ -1,1 +1,151 @@
-"""The embedded engine alone: what the contract suite does not ask of every engine."""
+"""The embedded engine alone: architectures, prompts in pieces, and weights that break."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+)
+
+from llm_proxy.engine.attention import NAME
+from llm_proxy.engine.batching import Batching
+from llm_proxy.engine.requests import Request
+from llm_proxy.engine.runner import Runner
+from rollfarm.config import ConfigError
+from tests.engine.kit import Host, Reference, embedded_root, other_weights, prompts, serve
+
+SMALL = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+MODELS = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SMALL)),
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**SMALL, sliding_window=7)),
+    "gemma3": lambda: Gemma3ForCausalLM(
+        Gemma3TextConfig(
+            **SMALL,
+            head_dim=8,
+            query_pre_attn_scalar=8,
+            sliding_window=7,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+        )
+    ),
+    "gpt2": lambda: GPT2LMHeadModel(
+        GPT2Config(vocab_size=97, n_embd=32, n_layer=2, n_head=4, n_positions=128, initializer_range=0.2)
+    ),
+}
+
+
+Output = tuple[list[int], list[float]]
+
+
+def generate(runner: Runner, asked: list[list[int]], count: int, *, step_tokens: int) -> list[Output]:
+    """Every prompt's output and its log-probabilities; prompts come one step after the other."""
+    batching = Batching(slot_count=8, row_count=runner.row_count, step_tokens=step_tokens)
+    outputs: dict[str, Output] = {str(i): ([], []) for i in range(len(asked))}
+    waiting = [Request(str(i), np.array(p, dtype=np.int32), count) for i, p in enumerate(asked)]
+    while waiting or batching.has_work():
+        if waiting:
+            batching.add(waiting.pop(0))
+        segments = batching.next_step()
+        sampling = [s.sequence for s in segments if s.samples]
+        sampled = runner.step(segments, [3] * len(sampling))
+        batching.computed(segments)
+        for sequence, token, logprob in zip(sampling, sampled.token_ids, sampled.logprobs, strict=True):
+            outputs[sequence.request.key][0].append(token)
+            outputs[sequence.request.key][1].append(logprob)
+            batching.append(sequence, token)
+    return list(outputs.values())
+
+
+@pytest.mark.parametrize("architecture", MODELS)
+def test_logprobs_agree_for_other_architectures_and_prompts_in_pieces(architecture: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    MODELS[architecture]().save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=NAME).eval()
+    runner = Runner(model, slots=8, context_tokens=0, kv_cache_bytes=10**7)
+    asked = prompts(10, shortest=2, longest=40)
+
+    outputs = generate(runner, asked, 12, step_tokens=17)
+
+    reference = Reference(tmp_path)
+    for prompt, (ids, logprobs) in zip(asked, outputs, strict=True):
+        np.testing.assert_allclose(logprobs, reference.chosen(prompt, ids), atol=1e-4)
+
+
+def test_a_model_without_a_cache_of_keys_is_refused_with_a_remedy() -> None:
+    from transformers import MambaConfig, MambaForCausalLM
+
+    model: PreTrainedModel = MambaForCausalLM(MambaConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2))
+
+    with pytest.raises(ConfigError, match="cannot serve a MambaForCausalLM"):
+        Runner(model.eval(), slots=8, context_tokens=64, kv_cache_bytes=10**7)
+
+
+def test_a_cache_too_small_for_one_sequence_is_refused_with_a_remedy(untied_model: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(untied_model, attn_implementation=NAME).eval()
+
+    with pytest.raises(ConfigError, match="Raise it, or lower engine"):
+        Runner(model, slots=8, context_tokens=0, kv_cache_bytes=1000)
+
+
+async def test_untied_heads_are_updated_too(untied_model: Path) -> None:
+    tensors = other_weights(untied_model, 1)
+    assert "lm_head.weight" in tensors
+
+    async with serve(embedded_root(untied_model)) as host:
+        await host.publish(tensors)
+        (answer,) = await host.client.generate([[1, 2, 3]], temperature=0)
+
+    assert answer.ids == Reference(untied_model, tensors).greedy([1, 2, 3], 16)
+
+
+async def test_weights_may_come_in_another_precision(embedded: Host) -> None:
+    tensors = {name: tensor.bfloat16() for name, tensor in other_weights(embedded.model, 2).items()}
+
+    await embedded.publish(tensors)
+
+    reference = Reference(embedded.model, {name: tensor.float() for name, tensor in tensors.items()})
+    (answer,) = await embedded.client.generate([[1, 2, 3]])
+    np.testing.assert_allclose(answer.logprobs, reference.chosen([1, 2, 3], answer.ids), atol=1e-4)
+
+
+async def test_weights_that_are_not_finite_fail_requests_and_leave_nothing_behind(embedded: Host) -> None:
+    good = other_weights(embedded.model, 3)
+    await embedded.publish({name: torch.full_like(tensor, float("nan")) for name, tensor in good.items()})
+
+    broken = await embedded.client.generate(prompts(4))
+    await embedded.publish(good)
+    answers = await embedded.client.generate(prompts(4))
+
+    assert {answer.failure.reason for answer in broken if answer.failure} == {"GENERATION_FAILED"}
+    reference = Reference(embedded.model, good)
+    for prompt, answer in zip(prompts(4), answers, strict=True):
+        np.testing.assert_allclose(answer.logprobs, reference.chosen(prompt, answer.ids), atol=1e-4)
+
+
+async def test_more_requests_than_slots_all_finish(tied_model: Path) -> None:
+    async with serve(embedded_root(tied_model, slots=3)) as host:
+        answers = await host.client.generate(prompts(20))
+
+    assert all(len(answer.ids) == 16 for answer in answers)

@@ -42,6 +42,7 @@ class VllmServer:
         self._model = model
         self._config = config
         self._process: asyncio.subprocess.Process
+        self._vocabulary_size = 0
         self._folder = tempfile.TemporaryDirectory(prefix="rollfarm-vllm-")
         self._socket = Path(self._folder.name) / "http"
         self._http: httpx2.AsyncClient
@@ -54,6 +55,7 @@ class VllmServer:
                 f"engine.vllm.python: {python} does not exist. Run tools/install-vllm.sh, which makes it, or give the "
                 "interpreter of an environment that has vLLM and rollfarm."
             )
+        self._vocabulary_size = limits.vocabulary_size
         self._http = self._client()
         self._process = await asyncio.create_subprocess_exec(
             str(python),
@@ -131,13 +133,15 @@ class VllmServer:
 
     async def generate(self, request: Request, *, cache_salt: str) -> dict[str, Any]:
         """vLLM's answer. Raises EngineFailed, and InvalidArgument where vLLM refuses."""
+        # Of k candidates vLLM gives one place to the sampled token, however unlikely it is.
+        candidates = min(request.top_logprobs + 1, self._vocabulary_size) if request.top_logprobs else 0
         sampling: dict[str, Any] = {
             "n": 1,
             "max_tokens": request.max_tokens,
             "temperature": request.temperature,
             "top_p": request.top_p,
             "top_k": request.top_k,
-            "logprobs": request.top_logprobs,
+            "logprobs": candidates,
             "stop_token_ids": sorted(request.stop_token_ids),
             "ignore_eos": True,
             "detokenize": False,
