@@ -32,6 +32,9 @@ SECTIONS = ("run", "model", "sample_buffer", "llm_proxy", "engine", "env_manager
 EXIT_BAD_CONFIG = 2
 """Exit status of a service whose configuration is wrong."""
 
+EXIT_PORT_IN_USE = 3
+"""Exit status of a service that could not listen."""
+
 
 class Config(BaseModel):
     """A closed, immutable table of settings."""

@@ -17,7 +17,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from rollfarm import rpc, telemetry
-from rollfarm.config import Listen
+from rollfarm.config import EXIT_PORT_IN_USE, Listen
 from rollfarm.errors import FarmError, to_status
 
 log = structlog.get_logger()
@@ -25,9 +25,6 @@ log = structlog.get_logger()
 Loop = Callable[[], Awaitable[None]]
 Register = Callable[[aio.Server], None]
 T = TypeVar("T")
-
-EXIT_PORT_IN_USE = 3
-"""Exit status of a service that could not listen."""
 
 SUPERVISED = "ROLLFARM_SUPERVISED"
 """Set in the environment by a supervisor that holds the other end of the service's stdin for as long as it lives."""

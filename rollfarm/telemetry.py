@@ -8,7 +8,7 @@ import uuid
 import prometheus_client
 import structlog
 
-from rollfarm.config import Listen, Telemetry
+from rollfarm.config import EXIT_PORT_IN_USE, Listen, Telemetry
 
 TRACE_METADATA = "traceparent"
 
@@ -23,13 +23,18 @@ RPC_SECONDS = prometheus_client.Histogram(
 
 
 def start_telemetry(service: str, telemetry: Telemetry, listen: Listen) -> None:
-    """Configure logging for the process and serve its metrics page.
-
-    Raises OSError when the metrics port is taken.
-    """
+    """Configure logging for the process and serve its metrics page. Ends the process when that port is taken."""
     configure_logging(service, telemetry)
     if telemetry.metrics_port:
-        prometheus_client.start_http_server(telemetry.metrics_port, addr=listen.host)
+        try:
+            prometheus_client.start_http_server(telemetry.metrics_port, addr=listen.host)
+        except OSError as error:
+            print(
+                f"Cannot serve metrics on {listen.host}:{telemetry.metrics_port}: {error.strerror}. Stop what uses the "
+                f"port, or choose another with {service}.telemetry.metrics_port.",
+                file=sys.stderr,
+            )
+            raise SystemExit(EXIT_PORT_IN_USE) from None
 
 
 def configure_logging(service: str, telemetry: Telemetry) -> None:
@@ -46,7 +51,9 @@ def configure_logging(service: str, telemetry: Telemetry) -> None:
             structlog.processors.JSONRenderer(),
         ]
     else:
-        last = [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
+        last = [
+            structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback)
+        ]
     structlog.configure(
         processors=shared + last,
         wrapper_class=structlog.make_filtering_bound_logger(level),

@@ -26,8 +26,7 @@ def main(argv: Sequence[str]) -> int:
         print(USAGE, end="", file=sys.stdout if argv else sys.stderr)
         return 0 if argv else 2
 
-    from rollfarm.config import ConfigError, exit_bad_config
-    from rollfarm.service import EXIT_PORT_IN_USE
+    from rollfarm.config import EXIT_PORT_IN_USE, ConfigError, exit_bad_config
     from rollfarm.up import config, folder
     from rollfarm.up.session import up
 

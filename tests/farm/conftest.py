@@ -16,8 +16,14 @@ import grpc
 import psutil
 import pytest
 
-from rollfarm.v1 import llm_proxy_pb2, llm_proxy_pb2_grpc, sample_buffer_pb2, sample_buffer_pb2_grpc
-from rollfarm.v1 import trainer_pb2, trainer_pb2_grpc
+from rollfarm.v1 import (
+    llm_proxy_pb2,
+    llm_proxy_pb2_grpc,
+    sample_buffer_pb2,
+    sample_buffer_pb2_grpc,
+    trainer_pb2,
+    trainer_pb2_grpc,
+)
 
 CHECKOUT = Path(__file__).parents[2]
 
@@ -120,7 +126,12 @@ def start_farm(tmp_path: Path) -> Iterator[StartFarm]:
         argv += ["--up.base_port", str(port), *flags]
         with (tmp_path / f"{name}.stderr").open("a") as stderr:
             process = subprocess.Popen(
-                argv, stdout=subprocess.PIPE, stderr=stderr, stdin=subprocess.DEVNULL, text=True, cwd=CHECKOUT,
+                argv,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                stdin=subprocess.DEVNULL,
+                text=True,
+                cwd=CHECKOUT,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
             )
         farms.append(Farm(process, port, tmp_path / name))

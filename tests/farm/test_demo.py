@@ -25,9 +25,7 @@ def test_the_demo_learns_with_separate_services_that_talk_through_sockets_alone(
     first_version = farm.proxy().policy_version
     farm.wait_until(lambda: farm.proxy().policy_version > first_version, seconds=60)
     spans = [len(turn.version_spans) for t in farm.trajectories(500) for turn in t.turns]
-    versions = {
-        len({s.policy_version for turn in t.turns for s in turn.version_spans}) for t in farm.trajectories(500)
-    }
+    versions = {len({s.policy_version for turn in t.turns for s in turn.version_spans}) for t in farm.trajectories(500)}
     status, summary = farm.finish(seconds=400)
 
     assert all(len(found) == 1 for found in pids.values()), pids
@@ -65,7 +63,7 @@ def _shared_between(pids: list[int]) -> set[str]:
 
 def _pipes(pid: int) -> set[str]:
     targets = (os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd"))
-    return {target for target in targets if target.startswith(("pipe:", "anon_inode:[eventfd"))and "pipe:" in target}
+    return {target for target in targets if target.startswith(("pipe:", "anon_inode:[eventfd")) and "pipe:" in target}
 
 
 def _shared_maps(pid: int) -> set[str]:
@@ -100,7 +98,7 @@ def _assert_run_folder(run: Path, summary: dict[str, object]) -> None:
     assert (run / "curve.png").read_bytes().startswith(b"\x89PNG")
     report = (run / "report.html").read_text()
     assert "data:image/png;base64," in report
-    assert "src=\"http" not in report
-    assert "href=\"http" not in report
+    assert 'src="http' not in report
+    assert 'href="http' not in report
     assert any((run / "checkpoints").iterdir())
     assert Path(str(summary["run"])) == run

@@ -1,7 +1,6 @@
 """The same configuration in other shapes, by flags alone; and other engines."""
 
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -50,6 +49,3 @@ def test_it_runs_on_an_unmodified_vllm_server_by_changing_the_engine_alone(start
 
 def test_the_external_environment_example_plugs_in(start_farm: StartFarm, tmp_path: Path):
     pytest.fail("written with the example")
-
-
-_ = subprocess

@@ -13,6 +13,7 @@ from rollfarm.v1 import trainer_pb2 as pb
 from rollfarm.v1 import trainer_pb2_grpc as grpc_stubs
 
 NAME = "rollfarm.v1.TrainerService"
+LOOPBACK = Listen()
 
 
 class Trainer(grpc_stubs.TrainerServiceServicer):
@@ -37,14 +38,14 @@ class Trainer(grpc_stubs.TrainerServiceServicer):
 
 
 @asynccontextmanager
-async def serving(servicer: Trainer, listen: Listen = Listen(), *loops):
+async def serving(servicer: Trainer, listen: Listen = LOOPBACK):
     stop = asyncio.Event()
     port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     def register(server):
         grpc_stubs.add_TrainerServiceServicer_to_server(servicer, server)
 
-    server = asyncio.create_task(serve(register, listen, *loops, services=[NAME], stop=stop, started=port.set_result))
+    server = asyncio.create_task(serve(register, listen, services=[NAME], stop=stop, started=port.set_result))
     await asyncio.wait([server, port], return_when=asyncio.FIRST_COMPLETED)
     if server.done():
         await server
