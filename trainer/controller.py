@@ -59,7 +59,7 @@ class Controller:
         self._progress = progress
         self._controls = controls
         self._compute_thread = ThreadPoolExecutor(1, thread_name_prefix="compute")
-        self._learner: Learner
+        self._built: Learner | None = None
         self._step = 0
         self._committed = 0
         self._delivered = 0
@@ -76,8 +76,8 @@ class Controller:
             log.info("stopping", step=self._step)
         await self._save_and_commit()
         self._controls.refuse()
-        if hasattr(self, "_learner"):
-            await self.compute(self._learner.leader.stop)
+        if self._built is not None:
+            await self.compute(self._built.leader.stop)
 
     async def compute(self, work: Callable[..., T], *args: object) -> T:
         """Run `work` in the one thread that touches the model."""
@@ -87,14 +87,19 @@ class Controller:
         """Keep in touch with the other ranks, until cancelled."""
         while True:
             await asyncio.sleep(seconds)
-            if hasattr(self, "_learner"):
-                await self.compute(self._learner.leader.pulse)
+            if self._built is not None:
+                await self.compute(self._built.leader.pulse)
+
+    @property
+    def _learner(self) -> Learner:
+        assert self._built is not None
+        return self._built
 
     # --- start ---
 
     async def _start(self) -> None:
         found = self._checkpoints.newest()
-        self._learner = await self.compute(self._build)
+        self._built = await self.compute(self._build)
         if found is None:
             await self._warm_start()
         else:

@@ -1,7 +1,12 @@
 """A tiny real model, and groups as sample_buffer delivers them."""
 
+import asyncio
 import os
-from collections.abc import Sequence
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -10,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from rollfarm import rpc
 from rollfarm.run import ModelConfig, TinyModelConfig
 from rollfarm.tokens import pack_ids, pack_logprobs
 from rollfarm.v1 import sample_buffer_pb2, trajectory_pb2
@@ -18,6 +24,9 @@ from trainer.create_model import ensure_model
 from trainer.rows import Row
 
 torch.set_num_threads(1)
+
+ROOT = Path(__file__).parents[2]
+START_SECONDS = 60.0
 
 WORDS = "left right up down go stop ice hole 0 1 2 3"
 
@@ -29,6 +38,27 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     create = TinyModelConfig(words=WORDS, hidden_size=32, layers=1, heads=2, context_tokens=64)
     ensure_model(ModelConfig(path=str(path), create=create))
     return path
+
+
+@pytest.fixture(scope="session")
+def buffer_address() -> Iterator[str]:
+    """`python -m sample_buffer` with its journal in memory; each test has a run of its own in it."""
+    address = f"127.0.0.1:{free_port()}"
+    flags = ["--sample_buffer.listen.port", address.split(":")[1], "--sample_buffer.journal", "memory"]
+    process = subprocess.Popen([sys.executable, "-m", "sample_buffer", *flags], cwd=ROOT, stdin=subprocess.DEVNULL)
+    end = time.monotonic() + START_SECONDS
+    while not asyncio.run(rpc.is_serving(address, timeout=1)):
+        assert process.poll() is None
+        assert time.monotonic() < end
+    yield address
+    process.kill()
+    process.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ import sys
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 from grpc import aio
@@ -14,9 +13,8 @@ from rollfarm import rpc
 from rollfarm.errors import EngineFailed, FarmError, WeightsNotStaged, to_failure
 from rollfarm.service import Changed, ErrorInterceptor, poll_seconds
 from rollfarm.v1 import llm_proxy_pb2, llm_proxy_pb2_grpc, sample_buffer_pb2, sample_buffer_pb2_grpc
-from tests.trainer.conftest import trajectory
+from tests.trainer.conftest import ROOT, trajectory
 
-ROOT = Path(__file__).parents[2]
 Context = aio.ServicerContext[Any, Any]
 
 

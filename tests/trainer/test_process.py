@@ -12,11 +12,8 @@ import pytest
 
 from rollfarm import rpc
 from rollfarm.v1 import trainer_pb2, trainer_pb2_grpc
-from tests.trainer.stand_ins import ROOT
-from tests.trainer.test_controller import Farm, buffer_address, farm
-from tests.trainer.test_ranks import free_port
-
-__all__ = ["buffer_address"]
+from tests.trainer.conftest import ROOT, free_port
+from tests.trainer.farms import Farm, farm
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

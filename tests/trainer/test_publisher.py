@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rollfarm import rpc
+from rollfarm.config import ConfigError
 from rollfarm.v1 import llm_proxy_pb2_grpc
 from tests.trainer.stand_ins import Receiver, StandInProxy, serving_proxy
 from trainer.weights.gloo import Links
@@ -72,6 +73,16 @@ async def test_without_an_engine_a_version_is_announced_all_the_same() -> None:
         await publisher.publish(snapshot(1), announce)
 
     assert announced == [1]
+
+
+async def test_engines_of_another_run_are_refused() -> None:
+    async def announce() -> None: ...
+
+    async with serving_proxy() as proxy, publisher_to(proxy) as publisher:
+        proxy.policy_version = 7
+
+        with pytest.raises(ConfigError, match="they served another run"):
+            await publisher.publish(snapshot(3), announce)
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -11,13 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.trainer.conftest import make_backend, random_rows
+from tests.trainer.conftest import ROOT, free_port, make_backend, random_rows
 from trainer.config import TrainerConfig
 from trainer.objective import policy_objective
 
 pytestmark = pytest.mark.slow
-
-ROOT = Path(__file__).parents[2]
 
 
 def start(rank: int, port: int, *arguments: str) -> "subprocess.Popen[str]":
@@ -31,12 +28,6 @@ def start(rank: int, port: int, *arguments: str) -> "subprocess.Popen[str]":
         stderr=subprocess.PIPE,
         text=True,
     )
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def test_two_ranks_learn_exactly_what_one_learns(model_path: Path, tmp_path: Path) -> None:

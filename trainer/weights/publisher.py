@@ -13,6 +13,7 @@ from typing import Any
 import structlog
 
 from rollfarm import rpc
+from rollfarm.config import ConfigError
 from rollfarm.errors import FarmError
 from rollfarm.v1 import engine_pb2, llm_proxy_pb2, llm_proxy_pb2_grpc
 from trainer.weights.gloo import Links
@@ -45,25 +46,29 @@ class Publisher:
         self._timeout = transfer_timeout_seconds
         self._published: Snapshot | None = None
         self._turn = asyncio.Lock()
+        self._left_behind = asyncio.Event()
 
     async def publish(self, snapshot: Snapshot, announce: Callable[[], Awaitable[None]]) -> None:
         """Bring a new version to the engines; `announce` tells sample_buffer, between transfer and switch.
 
         Never waits for an engine that is away: it gets the version when it is back, and requests wait for it meanwhile.
+        Raises ConfigError when the engines serve another run.
         """
         async with self._turn:
             staged: list[str] = []
+            reachable: list[llm_proxy_pb2.Engine] = []
             try:
                 listed = await self._list()
-                staged = await self._transfer(snapshot, [each for each in listed.engines if each.state in REACHABLE])
+                _check_older(listed, snapshot.policy_version)
+                reachable = [each for each in listed.engines if each.state in REACHABLE]
+                staged = await self._transfer(snapshot, reachable)
             except FarmError as error:
                 log.warning("engines not reached", policy_version=snapshot.policy_version, why=str(error))
             await announce()
             self._published = snapshot
-            if staged:
-                await self._commit(snapshot)
-            else:
-                log.warning("no engine has the version yet", policy_version=snapshot.policy_version)
+            switched = bool(staged) and await self._commit(snapshot)
+            if not (switched and len(staged) == len(reachable)):
+                self._left_behind.set()
 
     async def watch(self) -> None:
         """Keep every engine at the published version, until cancelled."""
@@ -71,13 +76,11 @@ class Publisher:
         backoff = FIRST_RETRY_SECONDS
         while True:
             try:
-                listed = await self._list(revision)
+                revision = await self._until_changed(revision)
                 settled = await self._catch_up()
             except FarmError as error:
                 log.info("engines not listed", why=str(error))
                 settled = False
-            else:
-                revision = listed.revision if settled else None
             if settled:
                 backoff = FIRST_RETRY_SECONDS
             else:
@@ -85,12 +88,25 @@ class Publisher:
                 await asyncio.sleep(backoff)
                 backoff = min(2 * backoff, LAST_RETRY_SECONDS)
 
+    async def _until_changed(self, revision: int | None) -> int:
+        """Wait until engines changed since the revision, or a publication left one behind. The newest revision."""
+        polling = asyncio.ensure_future(self._list(revision))
+        alarm = asyncio.ensure_future(self._left_behind.wait())
+        try:
+            await asyncio.wait({polling, alarm}, return_when=asyncio.FIRST_COMPLETED)
+            self._left_behind.clear()
+            return (polling.result() if polling.done() else await self._list()).revision
+        finally:
+            for task in (polling, alarm):
+                task.cancel()
+            await asyncio.gather(polling, alarm, return_exceptions=True)
+
     async def _catch_up(self) -> bool:
         """Send the published version to whoever lacks it. False when there is more to do."""
         async with self._turn:
             snapshot = self._published
             if snapshot is None:
-                return False
+                return True
             listed = await self._list()
             version = snapshot.policy_version
             reachable = [each for each in listed.engines if each.state in REACHABLE]
@@ -129,3 +145,13 @@ class Publisher:
             pause_ms=round(answer.pause_duration.ToMicroseconds() / 1000, 1),
         )
         return True
+
+
+def _check_older(listed: llm_proxy_pb2.ListEnginesResponse, version: int) -> None:
+    """Refuse engines that already serve the version or a later one: it is not this run's."""
+    newest = max([listed.policy_version, *(engine.policy_version for engine in listed.engines)])
+    if newest >= version:
+        raise ConfigError(
+            f"trainer.llm_proxy_address: its engines serve version {newest}, and this run is about to publish its "
+            f"version {version}: they served another run. Restart llm_proxy and its engines."
+        )
