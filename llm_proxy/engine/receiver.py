@@ -8,7 +8,7 @@ import asyncio
 import concurrent.futures
 import datetime
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -106,21 +106,26 @@ class Receiver:
 
     def __init__(self, expected: Mapping[str, Tensor], *, seconds: float, allocate: Allocate = in_ram) -> None:
         """`expected`: the model's tensors under all of their names."""
-        self.applying = asyncio.Lock()
-        """Held while staged tensors are read; the next version waits for it."""
-
         self._expected = expected
         self._seconds = seconds
         self._allocate = allocate
+        self._meeting = ""
         self._group: GlooGroup | None = None
         self._staged: Staged | None = None
+        self._applied = 0
+        self._reading = asyncio.Lock()
+        """Held while staged tensors are read; the next version waits for it."""
+
+        self._applying: asyncio.Task[float] | None = None
 
     async def join(self, group: engine_pb2.WeightGroup) -> None:
         """Meet the sender. The group joined before is given up first. Raises WeightsFailed and InvalidArgument."""
         if group.backend != "gloo":
             raise InvalidArgument(f"Weights cannot come by {group.backend!r}; this engine knows gloo.")
-        self._group = None
-        self._group = await in_thread(lambda: GlooGroup(group, seconds=self._seconds, allocate=self._allocate))
+        self._meeting, self._group = group.group_name, None
+        joined = await in_thread(lambda: GlooGroup(group, seconds=self._seconds, allocate=self._allocate))
+        if self._meeting == group.group_name:
+            self._group = joined
 
     async def stage(self, request: engine_pb2.StageWeightsRequest) -> int:
         """Receive a version; its size in bytes.
@@ -130,7 +135,7 @@ class Receiver:
         group = self._group
         if group is None or group.group_name != request.group_name:
             raise WeightsFailed(f"Weight group {request.group_name} is not joined here.", group_name=request.group_name)
-        async with self.applying:
+        async with self._reading:
             self._staged = None
         try:
             check(request.tensors, self._expected)
@@ -140,11 +145,29 @@ class Receiver:
             if self._group is group:
                 self._group = None
             raise
+        if self._group is not group:
+            raise WeightsFailed(f"Weight group {group.group_name} was replaced meanwhile.", group_name=group.group_name)
         self._staged = Staged(request.policy_version, tensors, memory)
         return sum(bucket.size_bytes for bucket in plan)
 
-    def staged(self, policy_version: int) -> Staged:
-        """The version, if it is held. Raises WeightsNotStaged."""
+    async def apply(self, policy_version: int, load: Callable[[Staged], Awaitable[float]]) -> float:
+        """What `load` makes of the staged version: the seconds that decoding stood still. It is then forgotten.
+
+        Goes on when the caller gives up. The version applied last costs nothing. Raises WeightsNotStaged.
+        """
+        self._applying = asyncio.create_task(self._apply(policy_version, load), name="apply-weights")
+        return await asyncio.shield(self._applying)
+
+    async def _apply(self, policy_version: int, load: Callable[[Staged], Awaitable[float]]) -> float:
+        async with self._reading:
+            if policy_version == self._applied:
+                return 0.0
+            seconds = await load(self._held(policy_version))
+            self._applied = policy_version
+            self.discard(policy_version)
+            return seconds
+
+    def _held(self, policy_version: int) -> Staged:
         if self._staged is None or self._staged.policy_version != policy_version:
             held = "nothing" if self._staged is None else f"version {self._staged.policy_version}"
             raise WeightsNotStaged(f"Version {policy_version} is not staged; {held} is.", policy_version=policy_version)

@@ -110,14 +110,12 @@ class EmbeddedAdapter:
         return await self._receiver.stage(request)
 
     async def apply_weights(self, policy_version: int, mode: UpdateMode) -> float:
-        async with self._receiver.applying:
-            if self.status().policy_version == policy_version:
-                return 0.0
-            update = Update(self._receiver.staged(policy_version), mode)
+        async def load(staged: Staged) -> float:
+            update = Update(staged, mode)
             self._engine.send(lambda: self._engine.update(update))
-            seconds = await asyncio.shield(asyncio.wrap_future(update.done))
-            self._receiver.discard(policy_version)
-            return seconds
+            return await asyncio.wrap_future(update.done)
+
+        return await self._receiver.apply(policy_version, load)
 
     async def discard_weights(self, policy_version: int) -> None:
         self._receiver.discard(policy_version)

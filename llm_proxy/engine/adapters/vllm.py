@@ -152,21 +152,20 @@ class VllmAdapter:
         return await self._receiver.stage(request)
 
     async def apply_weights(self, policy_version: int, mode: UpdateMode) -> float:
-        async with self._receiver.applying:
-            if self._version == policy_version:
-                return 0.0
-            staged = self._receiver.staged(policy_version)
+        async def load(staged: Staged) -> float:
+            if mode == engine_pb2.UPDATE_MODE_DRAIN and not self._paused:
+                await self._drain()
             try:
-                if mode == engine_pb2.UPDATE_MODE_DRAIN and not self._paused:
-                    await self._drain()
-                loading = asyncio.create_task(self._load(staged, mode))
-                loading.add_done_callback(self._done)  # half-loaded weights must not serve
-                seconds = await asyncio.shield(loading)
+                return await self._load(staged, mode)
+            except EngineFailed as failure:  # half-loaded weights must not serve
+                if not self._over.done():
+                    self._over.set_exception(failure)
+                raise
             finally:
                 self._draining = False
                 self._admit()
-            self._receiver.discard(policy_version)
-            return seconds
+
+        return await self._receiver.apply(policy_version, load)
 
     async def _drain(self) -> None:
         self._draining = True
