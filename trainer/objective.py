@@ -11,8 +11,8 @@ from rollfarm.config import ConfigError
 from trainer.algorithms.advantages import ADVANTAGES, Advantage
 from trainer.algorithms.aggregation import AGGREGATIONS, Aggregation
 from trainer.algorithms.losses import LOSSES, Loss, Metrics, supervised
-from trainer.algorithms.registry import bind
 from trainer.config import TrainerConfig
+from trainer.registry import bind
 from trainer.rows import MicroBatch, Row
 
 F = TypeVar("F")

@@ -8,7 +8,7 @@ from rollfarm.config import ConfigError
 from trainer.algorithms.advantages import ADVANTAGES, batch_grpo, centered, grpo, rloo
 from trainer.algorithms.aggregation import AGGREGATIONS, seq_mean_token_mean, seq_mean_token_sum_norm, token_mean
 from trainer.algorithms.losses import LOSSES, clipped, reinforce, truncated
-from trainer.algorithms.registry import bind
+from trainer.registry import bind
 
 
 def rewards(*rows: list[float]) -> torch.Tensor:
