@@ -7,6 +7,8 @@ vLLM generates. Here that memory is only read, in one short pause, so a trainer 
 """
 
 import contextlib
+import functools
+import multiprocessing
 import os
 import runpy
 import signal
@@ -28,6 +30,15 @@ def register() -> None:
 
     with contextlib.suppress(ValueError):  # registered already
         WeightTransferEngineFactory.register_engine(BACKEND, "rollfarm.vllm_gloo", "SharedMemoryLoader")
+    _end_with_parent()
+
+
+@functools.cache
+def _end_with_parent() -> None:
+    """A vLLM worker outlives an API server that is killed, unless somebody watches."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
 def __getattr__(name: str) -> Any:

@@ -283,7 +283,7 @@ class Reference:
     """The model as transformers alone computes it."""
 
     def __init__(self, path: Path, tensors: dict[str, Tensor] | None = None) -> None:
-        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        self.model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
         if tensors is not None:
             with torch.no_grad():
                 own = self.model.state_dict(keep_vars=True)

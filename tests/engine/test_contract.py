@@ -1,5 +1,7 @@
 """What every engine promises, through the real contract, against a plain forward of transformers."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -118,7 +120,7 @@ async def test_output_ends_with_the_context(host: Host) -> None:
     ],
 )
 async def test_a_wrong_request_fails_alone(
-    host: Host, prompt: list[int], sampling: dict[str, float], problem: str
+    host: Host, prompt: list[int], sampling: dict[str, Any], problem: str
 ) -> None:
     ids = await host.client.send([prompt], **sampling)
     ids += await host.client.send([[1, 2, 3]])

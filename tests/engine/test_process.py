@@ -133,8 +133,11 @@ async def test_vllm_and_its_host_end_together(tied_model: Path, vllm_python: Pat
     with Process(*vllm_flags(tied_model, vllm_python)) as bereft:
         await asyncio.to_thread(bereft.address)
         (child,) = psutil.Process(bereft.process.pid).children()
+        family = child.children(recursive=True)
 
         child.send_signal(signal.SIGKILL)
 
         assert await asyncio.to_thread(bereft.wait) == 1
+        _, alive = await asyncio.to_thread(psutil.wait_procs, family, timeout=60)
+        assert alive == []
         assert "vLLM ended by itself with status -9" in "".join(bereft.lines)

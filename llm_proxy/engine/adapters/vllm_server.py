@@ -24,7 +24,6 @@ from rollfarm.run import ModelConfig
 log = structlog.get_logger()
 
 _ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "VLLM_SERVER_DEV_MODE": "1",  # the only switch for the routes that pause and load
@@ -61,7 +60,7 @@ class VllmServer:
             str(python),
             *("-m", "rollfarm.vllm_gloo"),
             *self._arguments(limits),
-            env=os.environ | _ENVIRONMENT | self._threads(),
+            env=os.environ | _ENVIRONMENT | self._environment(),
             stdin=asyncio.subprocess.PIPE,
             stdout=sys.stderr.fileno(),
         )
@@ -96,9 +95,13 @@ class VllmServer:
             *self._config.vllm.args,
         ]
 
-    def _threads(self) -> dict[str, str]:
-        quiet = {"VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")}
-        return quiet | ({"OMP_NUM_THREADS": str(self._config.threads)} if self._config.threads else {})
+    def _environment(self) -> dict[str, str]:
+        own = {"VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")}
+        if self._config.threads:
+            own["OMP_NUM_THREADS"] = str(self._config.threads)
+        if Path(self._model.path).is_dir():
+            own["HF_HUB_OFFLINE"] = "1"
+        return own
 
     async def _healthy(self) -> None:
         while True:
