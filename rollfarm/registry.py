@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 from rollfarm.config import ConfigError, nearest
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def resolve(registry: Mapping[str, T], name: str, *, what: str) -> T:
@@ -35,6 +36,12 @@ def resolve(registry: Mapping[str, T], name: str, *, what: str) -> T:
             f"{what.capitalize()} {name!r} cannot be imported: {error}. "
             "Put its folder on PYTHONPATH, or correct the name."
         ) from error
+
+
+def bind(registry: Mapping[str, F], name: str, settings: Mapping[str, Any], *, what: str) -> F:
+    """The function called `name` with its settings bound. Raises ConfigError as `resolve` and `check_settings` do."""
+    function = resolve(registry, name, what=what)
+    return typing.cast(F, functools.partial(function, **check_settings(function, settings, owner=name)))
 
 
 def check_settings(target: Callable[..., Any], settings: Mapping[str, Any], *, owner: str) -> dict[str, Any]:

@@ -16,6 +16,9 @@ from trainer.config import TrainerRoot
 
 PROG = "python -m trainer.create_model"
 
+RECIPE = "rollfarm_create.json"
+"""The settings that the model was made from, beside it."""
+
 PAD, UNKNOWN, END = "<pad>", "<unk>", "<end>"
 ROLES = ("system", "user", "assistant")
 
@@ -36,6 +39,8 @@ def ensure_model(model: ModelConfig) -> bool:
     if not model.path:
         raise ConfigError("model.path: missing. Set it to a model's folder, or to its name on the hub.")
     if (Path(model.path) / "config.json").is_file():
+        if model.create is not None:
+            _check_recipe(Path(model.path), model.create)
         return False
     if model.create is None:
         if _may_be_hub_name(model.path):
@@ -51,6 +56,15 @@ def ensure_model(model: ModelConfig) -> bool:
         )
     _create(Path(model.path), model.create)
     return True
+
+
+def _check_recipe(path: Path, create: TinyModelConfig) -> None:
+    """A model made from other settings than those asked for now is never used in silence."""
+    recipe = path / RECIPE
+    if recipe.is_file() and recipe.read_text() != create.model_dump_json():
+        raise ConfigError(
+            f"model.create: {path} was made with other settings. Remove it, or choose another model.path."
+        )
 
 
 def _may_be_hub_name(path: str) -> bool:
@@ -125,6 +139,7 @@ def _write(folder: Path, create: TinyModelConfig) -> None:
         model = Qwen3ForCausalLM(config)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    (folder / RECIPE).write_text(create.model_dump_json())
 
 
 def main(argv: list[str]) -> int:

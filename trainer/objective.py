@@ -1,21 +1,21 @@
 """What a step minimises: an advantage, a loss and an aggregation, put together from the configuration."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from rollfarm.config import ConfigError
+from rollfarm.registry import bind
 from trainer.algorithms.advantages import ADVANTAGES, Advantage
 from trainer.algorithms.aggregation import AGGREGATIONS, Aggregation
 from trainer.algorithms.losses import LOSSES, Loss, Metrics, supervised
-from trainer.config import TrainerConfig
-from trainer.registry import bind
+from trainer.config import Setting, TrainerConfig
 from trainer.rows import MicroBatch, Row
 
-F = TypeVar("F")
+F = TypeVar("F", bound=Callable[..., Any])
 
 LossFn = Callable[[Tensor, Tensor, MicroBatch], tuple[Tensor, Metrics]]
 """(log-probabilities, entropies, micro-batch) to (the loss *summed* over the micro-batch, metrics)."""
@@ -46,8 +46,8 @@ class Objective:
 def policy_objective(config: TrainerConfig) -> Objective:
     """The objective of reinforcement learning. Raises ConfigError for an unknown name or setting."""
     return Objective(
-        _bound("loss", lambda: bind(LOSSES, config.loss, **config.loss_settings)),
-        _bound("aggregation", lambda: bind(AGGREGATIONS, config.aggregation, **config.aggregation_settings)),
+        _bound("loss", LOSSES, config.loss, config.loss_settings),
+        _bound("aggregation", AGGREGATIONS, config.aggregation, config.aggregation_settings),
     )
 
 
@@ -58,11 +58,11 @@ def supervised_objective() -> Objective:
 
 def advantage_of(config: TrainerConfig) -> Advantage:
     """The configured advantage. Raises ConfigError for an unknown name or setting."""
-    return _bound("advantage", lambda: bind(ADVANTAGES, config.advantage, **config.advantage_settings))
+    return _bound("advantage", ADVANTAGES, config.advantage, config.advantage_settings)
 
 
-def _bound(key: str, make: Callable[[], F]) -> F:
+def _bound(key: str, registry: Mapping[str, F], name: str, settings: Mapping[str, Setting]) -> F:
     try:
-        return make()
+        return bind(registry, name, settings, what=key)
     except ConfigError as error:
         raise ConfigError(f"trainer.{key}: {error}") from None

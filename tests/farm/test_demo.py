@@ -1,7 +1,6 @@
 """The demo as a person runs it: it learns, its services are separate, and its negative control does not learn."""
 
 import json
-import os
 from pathlib import Path
 
 import psutil
@@ -32,7 +31,7 @@ def test_the_demo_learns_with_separate_services_that_talk_through_sockets_alone(
     assert shared == set()
     assert all(count > 0 for count in connected.values()), connected
     assert generated_while_training > 0
-    assert max(spans) >= 1
+    assert spans, "nothing was retained"
     assert max(versions) >= 2, "no episode went on across a change of weights"
     assert status == 0
     assert summary["reward_after"] - summary["reward_before"] >= 0.3
@@ -62,8 +61,9 @@ def _shared_between(pids: list[int]) -> set[str]:
 
 
 def _pipes(pid: int) -> set[str]:
-    targets = (os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd"))
-    return {target for target in targets if target.startswith(("pipe:", "anon_inode:[eventfd")) and "pipe:" in target}
+    """Pipes beyond the standard streams, whose other ends only the supervisor holds."""
+    inherited = [fd for fd in Path(f"/proc/{pid}/fd").iterdir() if int(fd.name) > 2]
+    return {target for fd in inherited if (target := str(fd.readlink())).startswith("pipe:")}
 
 
 def _shared_maps(pid: int) -> set[str]:

@@ -8,6 +8,7 @@ import pytest
 from tests.farm.conftest import CHECKOUT, StartFarm
 
 SMALL = CHECKOUT / "tests" / "farm" / "small.toml"
+STEPS = 40
 VLLM = Path(os.environ.get("ROLLFARM_VLLM_PYTHON", CHECKOUT / ".venv-vllm" / "bin" / "python"))
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
@@ -16,7 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 def test_it_runs_synchronously(start_farm: StartFarm):
     status, summary = start_farm(SMALL, "--run.alpha", "0").finish(seconds=200)
 
-    assert (status, summary["steps"], summary["max_staleness"]) == (0, 8, 0)
+    assert (status, summary["steps"], summary["max_staleness"]) == (0, STEPS, 0)
 
 
 def test_it_runs_with_two_of_everything_that_scales(start_farm: StartFarm):
@@ -31,7 +32,7 @@ def test_it_runs_with_two_of_everything_that_scales(start_farm: StartFarm):
     assert counts == {"env_manager": 2, "llm_proxy.engine": 2, "trainer": 2}
     assert engines == [(True, True), (True, True)]
     assert len(workers) == 2
-    assert (status, summary["steps"]) == (0, 8)
+    assert (status, summary["steps"]) == (0, STEPS)
 
 
 @pytest.mark.skipif(not VLLM.exists(), reason="no real vLLM here: run `make vllm` first")
@@ -43,8 +44,8 @@ def test_it_runs_on_an_unmodified_vllm_server_by_changing_the_engine_alone(start
     status, summary = farm.finish(seconds=250)
 
     assert adapters == {"vllm"}
-    assert (status, summary["steps"]) == (0, 8)
-    assert summary["samples"] == 8 * 4 * 4
+    assert (status, summary["steps"]) == (0, STEPS)
+    assert summary["samples"] == STEPS * 4 * 4
 
 
 def test_the_external_environment_example_plugs_in(start_farm: StartFarm, tmp_path: Path):

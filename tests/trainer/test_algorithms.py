@@ -4,11 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from rollfarm.config import ConfigError
 from trainer.algorithms.advantages import ADVANTAGES, batch_grpo, centered, grpo, rloo
 from trainer.algorithms.aggregation import AGGREGATIONS, seq_mean_token_mean, seq_mean_token_sum_norm, token_mean
 from trainer.algorithms.losses import LOSSES, clipped, reinforce, truncated
-from trainer.registry import bind
 
 
 def rewards(*rows: list[float]) -> torch.Tensor:
@@ -135,22 +133,3 @@ def test_padding_and_splitting_never_change_weights_or_shares(name: str) -> None
 
     assert torch.equal(whole[:, :9], torch.cat([weights for weights, _ in parts]))
     assert share == sum(part for _, part in parts)
-
-
-def test_bind_fixes_settings_and_names_the_nearest_for_a_wrong_one() -> None:
-    bound = bind(LOSSES, "clipped", clip_high=0.5)
-    ones = torch.ones(1)
-
-    assert bound(ones, torch.zeros(1), ones, ones.bool())[0].item() == pytest.approx(-1.5)
-    with pytest.raises(ConfigError, match="Did you mean 'clip_high'"):
-        bind(LOSSES, "clipped", clip_hgh=0.5)
-    with pytest.raises(ConfigError, match="Did you mean 'clipped'"):
-        bind(LOSSES, "clip")
-    with pytest.raises(ConfigError, match="give a value like"):
-        bind(LOSSES, "clipped", clip_high="wide")
-
-
-def test_a_function_of_ones_own_is_named_by_its_module() -> None:
-    assert bind(ADVANTAGES, "trainer.algorithms.advantages:centered")(rewards([1, 3])).tolist() == [[-1, 1]]
-    with pytest.raises(ConfigError, match="cannot be imported"):
-        bind(ADVANTAGES, "no_such_module:function")

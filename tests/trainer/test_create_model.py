@@ -41,6 +41,14 @@ def test_a_model_is_made_once_and_alike_for_a_seed(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "first"]
 
 
+def test_a_model_made_from_other_settings_is_not_used_in_silence(tmp_path: Path) -> None:
+    path = str(tmp_path / "model")
+    ensure_model(ModelConfig(path=path, create=CREATE))
+
+    with pytest.raises(ConfigError, match=r"made with other settings\. Remove it"):
+        ensure_model(ModelConfig(path=path, create=CREATE.model_copy(update={"layers": 3})))
+
+
 def test_no_model_and_no_way_to_make_one_is_an_error_with_a_remedy(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model.path: .* holds no model .* add \[model.create\]"):
         ensure_model(ModelConfig(path=str(tmp_path / "nothing")))
