@@ -203,6 +203,7 @@ class Fold:
         self._note_lease(lease, event.at, "failed", detail)
         if event.outcome != trajectory_pb2.OUTCOME_CANCELLED:
             self._count_failure(lease)
+            self.state.last_failure = detail
         self._retry_or_give_up(lease, event.retried)
         self._answer("fail", event.request_id, int(event.retried))
 

@@ -194,6 +194,8 @@ class RunState:
     last_batch_mean_reward: float | None = None
     committed_trajectories: int = 0
     policy_tokens: int = 0
+    last_failure: str = ""
+    """Why the newest failed episode failed."""
 
 
 @dataclass(slots=True)

@@ -68,6 +68,7 @@ def status(groups: Groups, now: float) -> sample_buffer_pb2.GetStatusResponse:
         next_group_index=state.next_group,
         committed_trajectory_count=state.committed_trajectories,
         policy_token_count=state.policy_tokens,
+        last_failure=state.last_failure,
     )
     oldest = next(iter(state.leases.values()), None)
     if oldest is not None:

@@ -56,6 +56,10 @@ class UpConfig(Config):
     restart_window_seconds: float = Field(default=300.0, gt=0)
     """Crashes longer ago than this are forgotten."""
 
+    max_failed_groups: int = Field(default=20, ge=0)
+    """The farm gives up after this many groups were dropped because their episodes failed, with no episode played well
+    in between. 0 never gives up."""
+
     drain_seconds: float = Field(default=20.0, ge=0)
     """How long a service may take to end by itself before it is killed. 0 kills at once."""
 
@@ -116,8 +120,7 @@ def load_farm(argv: Sequence[str], names: Sequence[str] = SERVICE_ROOTS) -> Farm
         for name in names:
             load(_service_root(name), [str(path)], prog="rollfarm up")
     _check_model(farm.model)
-    if not farm.run.domains:
-        raise ConfigError("run.domains: empty. Add [[run.domains]] with a name and an environment.")
+    _check_domains(farm)
     return farm
 
 
@@ -151,6 +154,18 @@ def _service_root(name: str) -> type[Root]:
         raise ConfigError(
             f"Cannot import {module}: {error}. Run `rollfarm up` from a checkout, with rollfarm[all] installed."
         ) from error
+
+
+def _check_domains(farm: FarmRoot) -> None:
+    if not farm.run.domains:
+        raise ConfigError("run.domains: empty. Add [[run.domains]] with a name and an environment.")
+    scored = as_used(farm).get("reward_gateway", {}).get("domains", {})
+    for domain in farm.run.domains:
+        if domain.name not in scored:
+            raise ConfigError(
+                f"run.domains: nothing scores {domain.name!r}. Add [reward_gateway.domains.{domain.name}] with its "
+                "rewards."
+            )
 
 
 def _check_model(model: ModelConfig) -> None:

@@ -20,9 +20,10 @@ from rollfarm.up.console import Screen, make_console, plain_line
 from rollfarm.up.farm import Plan, plan
 from rollfarm.up.process import ProcessFailed
 from rollfarm.up.supervisor import Supervisor
-from rollfarm.up.watch import Watcher
+from rollfarm.up.watch import EpisodesFail, Watcher
 
 EXIT_MISSED = 1
+EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 REFRESH_PER_SECOND = 4
 
@@ -53,7 +54,7 @@ class _Session:
         self._resumed = resumed
         self._began = time.monotonic()
         self._live = farm.up.console == "live" or (farm.up.console == "auto" and sys.stderr.isatty())
-        self._watcher = Watcher(planned.addresses)
+        self._watcher = Watcher(planned.addresses, max_failed_groups=farm.up.max_failed_groups)
         self._supervisor = Supervisor(planned.specs, farm.up, logs=farm.run.path / "logs", say=self._say)
         self._screen = Screen(farm.run.name, self._watcher.picture, self._supervisor.children, self._began)
 
@@ -65,6 +66,10 @@ class _Session:
         except ProcessFailed as failed:
             self._explain(failed)
             return failed.status
+        except EpisodesFail as failed:
+            print(f"rollfarm up: {failed}", file=sys.stderr)
+            print(f"Mend the environment or the reward, then go on with: {self._resume()}", file=sys.stderr)
+            return EXIT_FAILED
         return self._conclude(ending)
 
     async def _until_end(self) -> Ending:
@@ -82,13 +87,13 @@ class _Session:
             running.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await running
-        if self._watcher.finished.is_set():
+        if self._watcher.picture.finished:
             return Ending.FINISHED
         return Ending.INTERRUPTED if interrupted.is_set() else Ending.TIME_LIMIT
 
     async def _finish(self) -> None:
         """Wait for the last step, and look once more for the final numbers."""
-        await self._watcher.finished.wait()
+        await self._watcher.finished()
         await self._watcher.look()
         self._say("every step is done; draining")
 

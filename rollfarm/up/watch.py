@@ -56,6 +56,30 @@ class Rate:
         return (last - first) / (ended - began) if ended > began else 0.0
 
 
+class Failures:
+    """Counts groups that were dropped because their episodes failed, since the last episode that was played well."""
+
+    def __init__(self) -> None:
+        self._played = 0
+        self._dropped_before = 0
+        self._dropped = 0
+
+    def add(self, buffer: sample_buffer_pb2.GetStatusResponse) -> None:
+        """What sample_buffer counted so far."""
+        played = sum(buffer.outcome_counts.get(name, 0) for name in ("OUTCOME_OK", "OUTCOME_TRUNCATED"))
+        self._dropped = buffer.dropped_group_counts.get("failed", 0)
+        if played != self._played:
+            self._played, self._dropped_before = played, self._dropped
+
+    @property
+    def in_a_row(self) -> int:
+        return self._dropped - self._dropped_before
+
+
+class EpisodesFail(Exception):
+    """Every episode fails, so that the run cannot go on."""
+
+
 @dataclass
 class Picture:
     """The farm as its services last described it."""
@@ -68,6 +92,7 @@ class Picture:
     first_steps_at: float | None = None
     """When a training step was first seen, monotonic seconds."""
     tokens: Rate = field(default_factory=Rate)
+    failures: Failures = field(default_factory=Failures)
 
     @property
     def phase(self) -> int:
@@ -101,10 +126,10 @@ class Picture:
 class Watcher:
     """Asks the services and keeps the picture. Use with `async with`."""
 
-    def __init__(self, addresses: Addresses) -> None:
+    def __init__(self, addresses: Addresses, *, max_failed_groups: int = 0) -> None:
         self.picture = Picture()
-        self.finished = asyncio.Event()
-        """Set once the trainer says that every step is done."""
+        self._over = asyncio.Event()
+        self._max_failed_groups = max_failed_groups
         self._addresses = addresses
         self._channels: list[aio.Channel] = []
 
@@ -149,14 +174,29 @@ class Watcher:
             ),
         )
         now = time.monotonic()
-        picture.buffer = buffer or picture.buffer
+        if buffer is not None:
+            picture.buffer = buffer
+            picture.failures.add(buffer)
         if proxy is not None:
             picture.proxy = proxy
             picture.tokens.add(now, proxy.generated_token_count)
         if progress is not None:
             picture.learn(progress, now)
-        if picture.finished:
-            self.finished.set()
+        if picture.finished or self._hopeless:
+            self._over.set()
+
+    async def finished(self) -> None:
+        """Return once the trainer says that every step is done. Raises EpisodesFail when that will never be."""
+        await self._over.wait()
+        if not self.picture.finished and self.picture.buffer is not None:
+            raise EpisodesFail(
+                f"{self.picture.failures.in_a_row} groups in a row were dropped because their episodes failed. "
+                f"The last failure was {self.picture.buffer.last_failure or 'not recorded'}"
+            )
+
+    @property
+    def _hopeless(self) -> bool:
+        return 0 < self._max_failed_groups <= self.picture.failures.in_a_row
 
 
 def _seconds(step: trainer_pb2.StepMetrics) -> float:

@@ -1184,6 +1184,7 @@ class GetStatusResponse(_message.Message):
     NEXT_GROUP_INDEX_FIELD_NUMBER: _builtins.int
     COMMITTED_TRAJECTORY_COUNT_FIELD_NUMBER: _builtins.int
     POLICY_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    LAST_FAILURE_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     """The newest published version."""
     next_commit_step: _builtins.int
@@ -1204,6 +1205,8 @@ class GetStatusResponse(_message.Message):
     """Trajectories in committed steps."""
     policy_token_count: _builtins.int
     """Policy tokens in every trajectory accepted since the run began."""
+    last_failure: _builtins.str
+    """Why the newest failed episode failed, in words; empty when none has."""
     @_builtins.property
     def spec(self) -> Global___RunSpec:
         """The run."""
@@ -1252,10 +1255,11 @@ class GetStatusResponse(_message.Message):
         next_group_index: _builtins.int = ...,
         committed_trajectory_count: _builtins.int = ...,
         policy_token_count: _builtins.int = ...,
+        last_failure: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_last_batch_mean_reward", b"_last_batch_mean_reward", "last_batch_mean_reward", b"last_batch_mean_reward", "oldest_lease_age", b"oldest_lease_age", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_last_batch_mean_reward", b"_last_batch_mean_reward", "committed_trajectory_count", b"committed_trajectory_count", "credit_count", b"credit_count", "credits_in_use_count", b"credits_in_use_count", "dropped_group_counts", b"dropped_group_counts", "episode_counts", b"episode_counts", "group_counts", b"group_counts", "last_batch_mean_reward", b"last_batch_mean_reward", "max_staleness", b"max_staleness", "next_batch_step", b"next_batch_step", "next_commit_step", b"next_commit_step", "next_group_index", b"next_group_index", "oldest_lease_age", b"oldest_lease_age", "outcome_counts", b"outcome_counts", "policy_token_count", b"policy_token_count", "policy_version", b"policy_version", "spec", b"spec", "staleness_counts", b"staleness_counts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_last_batch_mean_reward", b"_last_batch_mean_reward", "committed_trajectory_count", b"committed_trajectory_count", "credit_count", b"credit_count", "credits_in_use_count", b"credits_in_use_count", "dropped_group_counts", b"dropped_group_counts", "episode_counts", b"episode_counts", "group_counts", b"group_counts", "last_batch_mean_reward", b"last_batch_mean_reward", "last_failure", b"last_failure", "max_staleness", b"max_staleness", "next_batch_step", b"next_batch_step", "next_commit_step", b"next_commit_step", "next_group_index", b"next_group_index", "oldest_lease_age", b"oldest_lease_age", "outcome_counts", b"outcome_counts", "policy_token_count", b"policy_token_count", "policy_version", b"policy_version", "spec", b"spec", "staleness_counts", b"staleness_counts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__last_batch_mean_reward: _TypeAlias = _typing.Literal["last_batch_mean_reward"]  # noqa: Y015
     _WhichOneofArgType__last_batch_mean_reward: _TypeAlias = _typing.Literal["_last_batch_mean_reward", b"_last_batch_mean_reward"]  # noqa: Y015

@@ -8,7 +8,7 @@ from google.protobuf.duration_pb2 import Duration
 from rollfarm.up import report, summary
 from rollfarm.up.console import chart, clock_text, flow, number_text, plain_line, resample, sparkline
 from rollfarm.up.summary import Summary
-from rollfarm.up.watch import Picture, Rate
+from rollfarm.up.watch import Failures, Picture, Rate
 from rollfarm.v1 import llm_proxy_pb2, sample_buffer_pb2, trainer_pb2
 
 
@@ -191,3 +191,16 @@ def test_long_curves_are_averaged_to_the_width() -> None:
 def test_times_and_numbers_are_short() -> None:
     assert [clock_text(seconds) for seconds in (0, 65, 7265)] == ["0:00", "1:05", "2:01:05"]
     assert [number_text(value) for value in (950, 9_999, 12_300, 4_560_000)] == ["950", "9999", "12.3k", "4.56M"]
+
+
+def test_failures_are_counted_since_the_last_episode_that_was_played_well() -> None:
+    failures = Failures()
+
+    for played, dropped in ((0, 3), (5, 4), (5, 6)):
+        failures.add(
+            sample_buffer_pb2.GetStatusResponse(
+                outcome_counts={"OUTCOME_TRUNCATED": played}, dropped_group_counts={"failed": dropped}
+            )
+        )
+
+    assert failures.in_a_row == 2
