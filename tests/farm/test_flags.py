@@ -1,6 +1,10 @@
 """The same configuration in other shapes, by flags alone; and other engines."""
 
+import json
 import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,5 +52,20 @@ def test_it_runs_on_an_unmodified_vllm_server_by_changing_the_engine_alone(start
     assert summary["samples"] == STEPS * 4 * 4
 
 
-def test_the_external_environment_example_plugs_in(start_farm: StartFarm, tmp_path: Path):
-    pytest.fail("written with the example")
+def test_the_example_of_an_environment_in_a_process_of_its_own_is_learned(start_farm: StartFarm):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server = subprocess.Popen([sys.executable, str(CHECKOUT / "examples" / "coin_server.py"), "--port", str(port)])
+    try:
+        farm = start_farm(CHECKOUT / "examples" / "coin.toml", "--env_manager.servers", json.dumps([f"127.0.0.1:{port}"]))
+        farm.wait_for_step(1, seconds=90)
+        answered = {turn.environment_id for t in farm.trajectories(100) for turn in t.turns} - {""}
+        status, summary = farm.finish(seconds=200)
+    finally:
+        server.terminate()
+        server.wait(timeout=20)
+
+    assert answered == {f"127.0.0.1:{port}"}
+    assert status == 0
+    assert summary["reward_after"] - summary["reward_before"] >= 0.3
