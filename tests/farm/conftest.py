@@ -123,7 +123,7 @@ def start_farm(tmp_path: Path) -> Iterator[StartFarm]:
     def start(config: str | Path, *flags: str, name: str = "run", base_port: int = 0) -> Farm:
         port = base_port or _free_ports()
         argv = [sys.executable, "-m", "rollfarm", "up", str(config), "--run.folder", str(tmp_path), "--run.name", name]
-        argv += ["--up.base_port", str(port), *flags]
+        argv += ["--up.base_port", str(port), "--model.path", str(tmp_path / "model"), *flags]
         with (tmp_path / f"{name}.stderr").open("a") as stderr:
             process = subprocess.Popen(
                 argv,

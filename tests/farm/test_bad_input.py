@@ -35,13 +35,9 @@ def test_an_unknown_key_names_the_nearest_valid_one(start_farm: StartFarm, tmp_p
 def test_a_missing_model_is_named_with_a_remedy(start_farm: StartFarm, tmp_path: Path):
     file = tmp_path / "farm.toml"
     head, _, tail = SMALL.read_text().partition("[model.create]")
-    file.write_text(
-        head.replace("models/frozen-lake-test", "/no/such/model")
-        + "[sample_buffer]"
-        + tail.partition("[sample_buffer]")[2]
-    )
+    file.write_text(head + "[sample_buffer]" + tail.partition("[sample_buffer]")[2])
 
-    status, said = ended(start_farm(file))
+    status, said = ended(start_farm(file, "--model.path", "/no/such/model"))
 
     assert status == 2
     assert "model.path: /no/such/model does not exist. Give a folder in Hugging Face format" in said
@@ -78,7 +74,7 @@ def test_a_redis_that_does_not_answer_is_named_with_a_remedy(start_farm: StartFa
 
     assert status == 2
     assert "redis://127.0.0.1:1/0" in said
-    assert "Start Redis" in said or "sample_buffer.journal" in said
+    assert "Start Redis" in said
 
 
 @pytest.mark.slow
