@@ -1,17 +1,19 @@
 """Worker processes for rewards that block or may hang.
 
 Each computes one score at a time. One that is late is killed and replaced, so that a hang costs its own score alone.
+Invariant: an idle worker owes no answer. One whose answer or greeting was not awaited to its end is killed.
 """
 
 import asyncio
 import contextlib
 import sys
+from collections.abc import AsyncIterator
 from types import TracebackType
 from typing import Any
 
 import structlog
 
-from reward_gateway.worker import LENGTH, OK, pack_question
+from reward_gateway.worker import GREETING, HEAD, OK, pack_question
 from rollfarm.errors import RewardFailed
 from rollfarm.reward import Score
 from rollfarm.v1 import reward_gateway_pb2
@@ -76,6 +78,7 @@ class _Worker:
 
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
+        self._asked = 0
 
     async def start(self) -> None:
         self._process = await asyncio.create_subprocess_exec(
@@ -85,8 +88,8 @@ class _Worker:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
         )
-        async with asyncio.timeout(START_SECONDS):
-            await self._read(self._process)
+        async with self._kept(START_SECONDS):
+            await self._read(self._process, GREETING)
 
     async def ask(self, question: bytes, timeout: float) -> bytes:
         if self._process is None:
@@ -94,14 +97,11 @@ class _Worker:
         process = self._process
         assert process is not None
         assert process.stdin is not None
-        try:
-            async with asyncio.timeout(timeout):
-                process.stdin.write(LENGTH.pack(len(question)) + question)
-                await process.stdin.drain()
-                return await self._read(process)
-        except BaseException:  # also when nobody waits any more: its answer would be taken for the next one's
-            await self.kill()
-            raise
+        self._asked += 1
+        async with self._kept(timeout):
+            process.stdin.write(HEAD.pack(len(question), self._asked) + question)
+            await process.stdin.drain()
+            return await self._read(process, self._asked)
 
     async def kill(self) -> None:
         process, self._process = self._process, None
@@ -110,8 +110,21 @@ class _Worker:
                 process.kill()
             await process.wait()
 
+    @contextlib.asynccontextmanager
+    async def _kept(self, seconds: float) -> AsyncIterator[None]:
+        """Keep the process if what is done with it ends well within `seconds`, and if somebody waits for that."""
+        try:
+            async with asyncio.timeout(seconds):
+                yield
+        except BaseException:
+            await self.kill()
+            raise
+
     @staticmethod
-    async def _read(process: asyncio.subprocess.Process) -> bytes:
+    async def _read(process: asyncio.subprocess.Process, number: int) -> bytes:
+        """The frame called `number`, which must be the next. Raises OSError and EOFError."""
         assert process.stdout is not None
-        head = await process.stdout.readexactly(LENGTH.size)
-        return await process.stdout.readexactly(LENGTH.unpack(head)[0])
+        length, given = HEAD.unpack(await process.stdout.readexactly(HEAD.size))
+        if given != number:
+            raise ConnectionError(f"The worker answered {given} when it was asked {number}.")
+        return await process.stdout.readexactly(length)

@@ -1,7 +1,8 @@
 """A process that computes rewards which block or may hang: one at a time, asked and answered over its pipes.
 
-`python -m reward_gateway.worker` reads frames on stdin and writes one for each on stdout. A frame is its length in four
-bytes, little-endian, and that many bytes. It ends with its stdin. It is safe to kill at any moment.
+`python -m reward_gateway.worker` greets, then reads frames on stdin and writes one for each on stdout. A frame is the
+number of its bytes, the number of its question, and those bytes. It ends with its stdin. It is safe to kill at any
+moment.
 """
 
 import asyncio
@@ -20,7 +21,12 @@ from rollfarm.registry import check_settings, resolve
 from rollfarm.reward import Reward, Score, read_episode, score
 from rollfarm.v1 import reward_gateway_pb2
 
-LENGTH = struct.Struct("<I")
+HEAD = struct.Struct("<IQ")
+"""How many bytes follow, and which question they ask or answer."""
+
+GREETING = 0
+"""The number of the empty frame that says that it can be asked; questions begin at 1."""
+
 OK, FAILED = b"+", b"-"
 
 
@@ -61,9 +67,10 @@ def _function(reward: str) -> Reward:
 
 def main() -> None:
     questions, answers = _own_pipes()
-    _send(answers, OK)
-    while (head := questions.read(LENGTH.size)) and len(head) == LENGTH.size:
-        _send(answers, answer(questions.read(LENGTH.unpack(head)[0])))
+    _send(answers, GREETING, b"")
+    while len(head := questions.read(HEAD.size)) == HEAD.size:
+        length, number = HEAD.unpack(head)
+        _send(answers, number, answer(questions.read(length)))
 
 
 def _own_pipes() -> tuple[BinaryIO, BinaryIO]:
@@ -75,8 +82,8 @@ def _own_pipes() -> tuple[BinaryIO, BinaryIO]:
     return questions, answers
 
 
-def _send(answers: BinaryIO, frame: bytes) -> None:
-    answers.write(LENGTH.pack(len(frame)) + frame)
+def _send(answers: BinaryIO, number: int, frame: bytes) -> None:
+    answers.write(HEAD.pack(len(frame), number) + frame)
     answers.flush()
 
 

@@ -1,9 +1,11 @@
 """Rewards that misbehave, as a user might name them in the farm's file."""
 
 import asyncio
+import contextlib
 import os
 import time
 
+from reward_gateway.worker import HEAD, OK
 from rollfarm.reward import Episode, Score
 
 
@@ -39,3 +41,11 @@ def not_a_number(episode: Episode) -> float:
 
 def not_anything(episode: Episode) -> str:
     return "1.0"
+
+
+def answers_for_others(episode: Episode) -> float:
+    """Writes an answer of its own wherever it can."""
+    for descriptor in range(3, 10):
+        with contextlib.suppress(OSError):
+            os.write(descriptor, HEAD.pack(1, 7) + OK)
+    return 1.0

@@ -110,6 +110,29 @@ async def test_a_caller_that_gives_up_leaves_no_stale_answer_behind():
     assert verdict.value == 4.0
 
 
+async def test_a_caller_that_gives_up_while_a_new_worker_starts_leaves_no_stale_answer_behind():
+    async with WorkerPool(1) as pool:
+        with pytest.raises(RewardFailed, match="took its worker down"):
+            await pool.score(f"{OWN}:dies", {}, episode("die"), timeout=30)
+        given_up = asyncio.create_task(pool.score(f"{OWN}:length", {}, episode("one"), timeout=30))
+        while pool._workers[0]._process is None:
+            await asyncio.sleep(0)
+        given_up.cancel()
+        await asyncio.wait([given_up])
+        values = [(await pool.score(f"{OWN}:length", {}, episode(said), timeout=30)).value for said in ("four", "fi")]
+
+    assert values == [4.0, 2.0]
+
+
+async def test_an_answer_to_another_question_is_a_failure_and_never_a_score():
+    async with WorkerPool(1) as pool:
+        with pytest.raises(RewardFailed, match="took its worker down"):
+            await pool.score(f"{OWN}:answers_for_others", {}, episode("a"), timeout=30)
+        verdict = await pool.score(f"{OWN}:length", {}, episode("four"), timeout=30)
+
+    assert verdict.value == 4.0
+
+
 def brevity(episode: Episode) -> float:
     return 1 / len(episode.answer)
 
