@@ -1,11 +1,13 @@
 """A journal in Redis or Valkey: a stream of records, a hash of payloads, a snapshot and a fencing token.
 
 Every append is one script, so it is atomic on the server and in its append-only file, and it checks the token first: a
-writer that was superseded can change nothing. Commands of Redis 7.0. What a crash of the server may lose is its own
+writer that was superseded can change nothing. The token names the writer and its attempt to open, so a writer knows its
+own attempts again though no answer came. Commands of Redis 7.0. What a crash of the server may lose is its own
 appendfsync: `always` loses nothing; `everysec` up to two seconds, even when only the process dies, because the server
 puts off writing while the disk is busy; `no` nothing when the process dies, and half a minute when the machine does.
 """
 
+import secrets
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -19,11 +21,15 @@ from rollfarm.errors import JournalFenced, JournalUnavailable
 from sample_buffer.journal import Record
 
 _OPEN = """
-local held = tonumber(redis.call('GET', KEYS[1]) or '0')
-if tonumber(ARGV[1]) > 0 and held > tonumber(ARGV[1]) then return redis.error_reply('FENCED') end
-return redis.call('INCR', KEYS[1])
+local held = redis.call('GET', KEYS[1])
+if held then
+  local writer, attempt = string.match(held, '^(%x+)/(%d+)$')
+  if writer ~= ARGV[1] and ARGV[3] == '1' then return redis.error_reply('FENCED') end
+  if writer == ARGV[1] and tonumber(attempt) > tonumber(ARGV[2]) then return redis.error_reply('late') end
+end
+return redis.call('SET', KEYS[1], ARGV[1] .. '/' .. ARGV[2])
 """
-"""KEYS fence; ARGV the token held before (0: none)."""
+"""KEYS fence. ARGV writer, which of its attempts this is, 1 if an earlier one was answered."""
 
 _APPEND = """
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return redis.error_reply('FENCED') end
@@ -66,12 +72,21 @@ class RedisJournal:
         self._fence, self._stream, self._hash, self._snapshot = (
             f"{{{prefix}}}:{name}" for name in ("fence", "events", "payloads", "snapshot")
         )
-        self._token = 0
+        self._writer = secrets.token_hex(8)
+        self._attempts = 0
+        self._was_open = False
+
+    @property
+    def _token(self) -> str:
+        """Of the newest attempt to open: what an older one sent, and Redis reads only now, changes nothing."""
+        return f"{self._writer}/{self._attempts}"
 
     async def open(self) -> bytes | None:
+        self._attempts += 1
+        values = (self._writer, str(self._attempts), str(int(self._was_open)))
         with self._errors():
-            token = await cast(Awaitable[Any], self._redis.eval(_OPEN, 1, self._fence, str(self._token)))
-            self._token = int(token)
+            await cast(Awaitable[Any], self._redis.eval(_OPEN, 1, self._fence, *values))
+            self._was_open = True
             return cast(bytes | None, await self._redis.get(self._snapshot))
 
     async def records(self) -> AsyncIterator[bytes]:
@@ -93,7 +108,7 @@ class RedisJournal:
 
     async def append(self, record: Record) -> None:
         keys = (self._fence, self._stream, self._hash, self._snapshot)
-        values: list[Any] = [str(self._token), record.events, record.snapshot or b"", str(len(record.payloads))]
+        values: list[Any] = [self._token, record.events, record.snapshot or b"", str(len(record.payloads))]
         for name, payload in record.payloads.items():
             values += (name, payload)
         values += record.garbage

@@ -5,8 +5,8 @@ import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -176,6 +176,16 @@ class Valkey:
             command, stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL
         )
         await wait_for_valkey(self.socket, 10)
+
+    @contextmanager
+    def stopped(self) -> Iterator[None]:
+        """It hangs until the block ends, and then reads what it was sent."""
+        assert self._popen is not None
+        self._popen.send_signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._popen.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
         if self._popen is not None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import copy
 import random
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -123,6 +124,67 @@ async def test_a_second_writer_fences_the_first_off(valkey: Valkey) -> None:
     assert await second.payloads(["x"]) == {}
     await first.close()
     await second.close()
+
+
+async def test_a_writer_whose_opening_was_never_answered_is_not_fenced_off_by_itself(valkey: Valkey) -> None:
+    journal = redis_journal(valkey, seconds=0.3)
+    await journal.open()
+    await journal.append(Record(b"one"))
+    with valkey.stopped():
+        for _ in range(2):
+            with pytest.raises(JournalUnavailable):
+                await journal.open()
+
+    assert await until_open(journal) is None
+    await journal.append(Record(b"two"))
+
+    assert await read(journal) == [b"one", b"two"]
+    await journal.close()
+
+
+async def test_a_writer_that_never_got_an_answer_opens_as_the_first_one_does(valkey: Valkey) -> None:
+    other, starting = redis_journal(valkey), redis_journal(valkey, seconds=0.3)
+    await other.open()
+    with valkey.stopped(), pytest.raises(JournalUnavailable):
+        await starting.open()
+
+    await until_open(starting)
+    await starting.append(Record(b"one"))
+
+    with pytest.raises(JournalFenced):
+        await other.open()
+    await other.close()
+    await starting.close()
+
+
+async def until_open(journal: RedisJournal) -> bytes | None:
+    """Open as often as it takes a server that just woke up."""
+    async with asyncio.timeout(10):
+        while True:
+            with contextlib.suppress(JournalUnavailable):
+                return await journal.open()
+
+
+async def test_what_was_sent_before_the_last_opening_and_comes_after_it_changes_nothing(valkey: Valkey) -> None:
+    journal = redis_journal(valkey)
+    await journal.open()
+    before = copy.copy(journal)
+    await journal.open()
+
+    with pytest.raises(JournalFenced):
+        await before.append(Record(b"late"))
+    with pytest.raises(JournalUnavailable, match="late"):
+        await redo(before)
+    await journal.append(Record(b"one"))
+
+    assert await read(journal) == [b"one"]
+    await journal.close()
+
+
+async def redo(journal: RedisJournal) -> None:
+    """Repeat the journal's last attempt to open."""
+    journal._attempts -= 1  # pyright: ignore[reportPrivateUsage]
+    await journal.open()
 
 
 async def test_a_fenced_ledger_refuses_and_stops(valkey: Valkey) -> None:
