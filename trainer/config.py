@@ -117,10 +117,10 @@ class TrainerConfig(Config):
     """A validation that takes longer is given up, with a warning; training goes on."""
 
     weights_host: str = "127.0.0.1"
-    """Interface on which engines fetch weights, as they reach it."""
+    """This machine's address for weights, as engines reach it: an IP address, or a name that leads to it here too."""
 
     weights_port: int = Field(default=0, ge=0, le=65535)
-    """Where the groups for weights meet. 0 lets the system choose."""
+    """Where engines meet the trainer; weights then flow over ephemeral ports. 0 lets the system choose."""
 
     bucket_size_mb: int = Field(default=16, ge=1)
     """Size of one broadcast, in MiB. 4 to 64 is fastest; sender and receiver hold one each."""

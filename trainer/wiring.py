@@ -98,10 +98,10 @@ def _links(config: TrainerConfig) -> Links:
         return Links(
             host=config.weights_host, port=config.weights_port, timeout_seconds=config.transfer_timeout_seconds
         )
-    except (RuntimeError, OSError) as error:
+    except RuntimeError as error:
         raise ConfigError(
-            f"trainer.weights_port: cannot listen on {config.weights_host}:{config.weights_port}: "
-            f"{str(error).splitlines()[0]} Choose another port, or 0."
+            f"trainer.weights_host and weights_port: cannot listen on {config.weights_host}:{config.weights_port}. "
+            f"{str(error).splitlines()[0]}. Give an address of this machine, and another port or 0."
         ) from None
 
 

@@ -7,6 +7,7 @@ process group is used, so groups live side by side, and one that fails disturbs 
 import asyncio
 import concurrent.futures
 import datetime
+import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -48,8 +49,11 @@ class GlooGroup:
         try:
             store = TCPStore(host, int(port), is_master=False, timeout=timeout)
             prefix = PrefixStore(group.group_name, store)
-            self._group = ProcessGroupGloo(prefix, group.rank, group.world_size, timeout)
-        except (RuntimeError, ValueError) as error:
+            options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
+            options._timeout = timeout
+            options._devices = [ProcessGroupGloo.create_device(hostname=_address_towards(host, int(port)))]
+            self._group = ProcessGroupGloo(prefix, group.rank, group.world_size, options)
+        except (RuntimeError, ValueError, OSError) as error:
             raise WeightsFailed(
                 f"Weight group {group.group_name} at {group.store_address} did not meet: {_first_line(error)}.",
                 group_name=group.group_name,
@@ -77,6 +81,17 @@ class GlooGroup:
             flat = buffer.view(getattr(torch, bucket.dtype))
             views += [(s.name, flat[s.offset : s.offset + s.numel].view(s.shape)) for s in bucket.slots]
         return self._memory, views
+
+
+def _address_towards(host: str, port: int) -> str:
+    """This machine's address on the way to host:port. Nothing is sent: connecting a UDP socket only finds the way.
+
+    gloo listens there. Left to itself it takes the address of the machine's own name: on a stock Debian 127.0.1.1.
+    """
+    family, kind, protocol, _, there = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(there)
+        return probe.getsockname()[0]
 
 
 def _places(plan: Sequence[Bucket]) -> list[int]:

@@ -26,8 +26,9 @@ class Receiver:
         self.instance_id = uuid.uuid4().hex
 
     @classmethod
-    async def start(cls) -> "Receiver":
+    async def start(cls, *prefix: str) -> "Receiver":
         process = await asyncio.create_subprocess_exec(
+            *prefix,
             sys.executable,
             "-m",
             "tests.trainer.receiver",

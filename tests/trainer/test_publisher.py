@@ -43,11 +43,11 @@ def expected(version: int) -> dict[str, str]:
 
 
 @asynccontextmanager
-async def publisher_to(proxy: StandInProxy) -> AsyncIterator[Publisher]:
+async def publisher_to(proxy: StandInProxy, weights_host: str = "127.0.0.1") -> AsyncIterator[Publisher]:
     async with rpc.channel(proxy.address) as channel:
         yield Publisher(
             llm_proxy_pb2_grpc.LlmProxyServiceStub(channel),
-            Links(host="127.0.0.1", port=0, timeout_seconds=10),
+            Links(host=weights_host, port=0, timeout_seconds=10),
             mode="keep",
             transfer_timeout_seconds=10,
         )

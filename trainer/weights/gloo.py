@@ -46,15 +46,21 @@ class Link:
     def _meet(self) -> ProcessGroupGloo:
         # A connection of its own: a store's client serves one waiting thread at a time.
         store = TCPStore(self._host, self._port, is_master=False, timeout=self._timeout)
-        return ProcessGroupGloo(PrefixStore(self.group_name, store), 0, 2, self._timeout)
+        options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
+        options._timeout = self._timeout
+        # Left to itself, gloo listens where the machine's own name leads: on a stock Debian to 127.0.1.1.
+        options._devices = [ProcessGroupGloo.create_device(hostname=self._host)]
+        return ProcessGroupGloo(PrefixStore(self.group_name, store), 0, 2, options)
 
 
 class Links:
     """The links to every engine that weights were sent to, and the store in which both ends meet."""
 
     def __init__(self, *, host: str, port: int, timeout_seconds: float) -> None:
+        """`host`: this machine as engines reach it. Raises RuntimeError where host and port cannot be listened on."""
         self._host = host
         self._timeout_seconds = timeout_seconds
+        ProcessGroupGloo.create_device(hostname=host)  # Refuses an address that is not this machine's.
         self._store = TCPStore(
             host, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_seconds)
         )
