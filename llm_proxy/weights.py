@@ -51,8 +51,10 @@ class WeightUpdates:
         self._unfinished: set[asyncio.Task[Any]] = set()
 
     async def begin(self, request: llm_proxy_pb2.BeginWeightUpdateRequest) -> llm_proxy_pb2.BeginWeightUpdateResponse:
-        """Stage the version on every engine named. Raises VersionOutOfOrder."""
+        """Stage the version on every engine named, in place of whatever was staged before. Raises VersionOutOfOrder."""
         self._check_order(request.policy_version)
+        # A trainer that died may have left other weights under the same number: no engine may apply those.
+        self._staged.clear()
         results = await asyncio.gather(*(self._begin_one(request, transfer) for transfer in request.transfers))
         return llm_proxy_pb2.BeginWeightUpdateResponse(results=results)
 
@@ -98,7 +100,6 @@ class WeightUpdates:
                 engine_id=engine_id,
                 instance_id=there,
             )
-        self._staged.pop(engine_id, None)
         if transfer.join:
             join = engine_pb2.JoinWeightsRequest(group=group)
             await connection.ask("JoinWeights", join, timeout=_within(self._config.join_timeout_seconds))

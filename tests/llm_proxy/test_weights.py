@@ -132,6 +132,19 @@ async def test_an_aborted_version_is_forgotten_and_the_old_one_serves() -> None:
         assert versions(await proxy.generate(asked("a"))) == [0] * 4
 
 
+async def test_what_a_dead_trainer_staged_is_not_applied_with_its_successor_s_weights() -> None:
+    first, second = SimulatedEngine(), SimulatedEngine()
+    async with first.serve() as served, second.serve() as left, run_proxy(served, left) as proxy:
+        await stage(proxy, 1, count=2)
+
+        listed = await proxy.list_engines()
+        await proxy.begin(1, *(engine for engine in listed.engines if engine.engine_id == served))
+        committed = await proxy.commit(1)
+
+        assert list(committed.engine_ids) == [served]
+        assert (first.version, second.version) == (1, 0)
+
+
 async def test_an_engine_that_cannot_stage_does_not_hold_up_the_others_and_is_behind_afterwards() -> None:
     good, bad = SimulatedEngine(), SimulatedEngine(stage_error=WeightsMismatch("lm_head has 3 rows."))
     async with good.serve() as first, bad.serve() as second, run_proxy(first, second) as proxy:
