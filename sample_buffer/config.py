@@ -1,8 +1,16 @@
 """Settings of sample_buffer."""
 
-from pydantic import Field
+from urllib.parse import urlsplit
 
-from rollfarm.config import Config, Listen, Root, Telemetry
+from pydantic import Field, field_validator
+
+from rollfarm.config import Config, ConfigError, Listen, Root, Telemetry, nearest
+from rollfarm.errors import InvalidArgument
+from rollfarm.run import RunConfig
+from sample_buffer import filters
+
+JOURNALS = ("embedded", "memory")
+SCHEMES = ("redis://", "rediss://", "unix://")
 
 
 class SampleBufferConfig(Config):
@@ -32,14 +40,39 @@ class SampleBufferConfig(Config):
     """Events between snapshots. More makes a restart slower (about 20 s per million), fewer costs more meanwhile."""
 
     retained_trajectories: int = Field(default=1000, ge=0)
-    """Trajectories of committed and dropped groups that `rollfarm inspect` can still read. Each costs its size in
-    memory, here and in Redis. 0 forgets them at once."""
+    """Trajectories of the current run's committed and dropped groups that `rollfarm inspect` can still read. Each costs
+    its size in memory, here and in Redis. 0 forgets them at once."""
 
     remembered_requests: int = Field(default=20_000, ge=1)
     """Answers kept for callers that repeat a call. It must outlast their retries: calls a second times seconds."""
+
+    @field_validator("journal")
+    @classmethod
+    def _is_a_journal(cls, journal: str) -> str:
+        scheme, separator, _ = journal.partition("://")
+        kind = scheme + separator
+        if kind not in (SCHEMES if separator else JOURNALS):
+            raise ValueError(f"{kind!r} is no journal.{nearest(kind, [*JOURNALS, *SCHEMES])}")
+        try:
+            _ = urlsplit(journal).port
+        except ValueError:
+            raise ValueError(
+                "not a URL: its port is no number. In a password, write / as %2F, @ as %40 and : as %3A."
+            ) from None
+        return journal
 
 
 class SampleBufferRoot(Root):
     """What sample_buffer reads."""
 
+    run: RunConfig = RunConfig()
+    """Its filters are checked here; the trainer brings them."""
+
     sample_buffer: SampleBufferConfig = SampleBufferConfig()
+    """This service."""
+
+    def check(self) -> None:
+        try:
+            filters.check(self.run.to_proto().filters)
+        except InvalidArgument as error:
+            raise ConfigError(f"run.filters: {error.problem}") from None

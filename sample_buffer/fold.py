@@ -30,9 +30,6 @@ from sample_buffer.state import (
     Validation,
 )
 
-KEPT_VALIDATIONS = 16
-"""Rounds of validation whose results stay readable."""
-
 ACCEPTED = sample_buffer_pb2.DISPOSITION_ACCEPTED
 
 Key = tuple[int, int]
@@ -112,6 +109,13 @@ class Fold:
                 if episode.stage == "pending":
                     self._push_validation(validation, number)
         self.expiry = dict.fromkeys(self.state.leases, now + self.lease_seconds)
+
+    def keep_within(self, limits: Limits) -> None:
+        """Remember no more than `limits`, now and from here on."""
+        self.limits = limits
+        self._forget_requests()
+        self._forget_retired()
+        self._forget_validations()
 
     def apply(self, event: events.RunEvent) -> None:
         """Change the state by one event."""
@@ -307,17 +311,13 @@ class Fold:
         return self.state.groups[index].members[number]
 
     def _answer(self, method: str, request_id: str, answer: int | list[Lease]) -> None:
-        answers = self.state.answers
-        answers[f"{method}/{request_id}"] = answer
-        while len(answers) > self.limits.remembered_requests:
-            answers.popitem(last=False)
+        self.state.answers[f"{method}/{request_id}"] = answer
+        self._forget_requests()
 
     def _end(self, lease_id: str, ending: Ending) -> Lease:
         self.expiry.pop(lease_id, None)
-        ended = self.state.ended
-        ended[lease_id] = ending
-        while len(ended) > self.limits.remembered_requests:
-            ended.popitem(last=False)
+        self.state.ended[lease_id] = ending
+        self._forget_requests()
         return self.state.leases.pop(lease_id)
 
     def _task(self, validation_id: str, index: int) -> tuple[int, int]:
@@ -374,6 +374,15 @@ class Fold:
             return
         state.retired.append(group.index)
         state.retired_trajectories += len(group.done())
+        self._forget_retired()
+
+    def _forget_requests(self) -> None:
+        for remembered in (self.state.answers, self.state.ended):
+            while len(remembered) > self.limits.remembered_requests:
+                remembered.popitem(last=False)
+
+    def _forget_retired(self) -> None:
+        state = self.state
         while state.retired_trajectories > self.limits.retained_trajectories:
             oldest = state.groups.pop(state.retired.popleft())
             for member in oldest.done():
@@ -383,7 +392,7 @@ class Fold:
 
     def _forget_validations(self) -> None:
         finished = [name for name, validation in self.state.validations.items() if validation.finished]
-        for name in finished[:-KEPT_VALIDATIONS]:
+        for name in finished[: -self.limits.kept_validations]:
             del self.state.validations[name]
 
     def _stage(self, group: Group, stage: GroupStage) -> None:

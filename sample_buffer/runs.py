@@ -1,4 +1,7 @@
-"""Every run of one journal. Leases come from the current run: the one that a trainer configured last."""
+"""Every run of one journal. Leases come from the current run: the one that a trainer configured last.
+
+The others keep what they need to go on when they are configured again, and forget what they retained besides.
+"""
 
 import base64
 
@@ -6,7 +9,7 @@ from rollfarm.errors import LeaseExpired, UnknownRun, UnknownTrajectory
 from rollfarm.v1 import sample_buffer_pb2, trajectory_pb2
 from sample_buffer import checks, events
 from sample_buffer.groups import Groups
-from sample_buffer.state import SNAPSHOT, Limits, RunState, Snapshot
+from sample_buffer.state import IDLE, SNAPSHOT, Limits, RunState, Snapshot
 
 
 class Runs:
@@ -106,8 +109,8 @@ class Runs:
         if isinstance(event, events.RunConfigured):
             self._configured(event)
         elif isinstance(event, events.LimitsChanged):
-            self._limits.retained_trajectories = event.retained_trajectories
-            self._limits.remembered_requests = event.remembered_requests
+            self._limits = Limits(event.retained_trajectories, event.remembered_requests)
+            self._forget()
         else:
             self._runs[event.run_id].fold.apply(event)
 
@@ -119,6 +122,11 @@ class Runs:
             self._add(RunState(event.run_id, event.nonce, event.spec, zeros, list(zeros)))
         self._runs[event.run_id].fold.configured(event, created=created)
         self.current = event.run_id
+        self._forget()
+
+    def _forget(self) -> None:
+        for run_id, groups in self._runs.items():
+            groups.fold.keep_within(self._limits if run_id == self.current else IDLE)
 
     def resume(self, now: float) -> None:
         """After a replay: rebuild what is not in the events."""
@@ -137,6 +145,7 @@ class Runs:
         self.current = loaded.current
         for state in loaded.runs.values():
             self._add(state)
+        self._forget()
 
     def _emit(self, event: events.Event) -> None:
         self.apply(event)

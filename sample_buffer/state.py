@@ -18,15 +18,22 @@ STALE = "stale"
 FAILED = "failed"
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Limits:
-    """Bounds on what is remembered. Part of the state: a replay must forget what was forgotten."""
+    """Bounds on what a run remembers. Part of the state: a replay must forget what was forgotten."""
 
     retained_trajectories: int = 0
     """Trajectories of committed and dropped groups that stay readable."""
 
     remembered_requests: int = 0
     """Answers, and endings of leases, kept for callers that ask again."""
+
+    kept_validations: int = 16
+    """Rounds of validation whose results stay readable."""
+
+
+IDLE = Limits(retained_trajectories=0, remembered_requests=100, kept_validations=1)
+"""The bounds of a run while another is the current one: it keeps its counts, and what it needs to go on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -232,6 +232,23 @@ async def test_payloads_leave_the_journal_with_their_retention(make_journal: Mak
     await journal.close()
 
 
+async def test_payloads_that_a_run_retained_leave_the_journal_when_another_begins(make_journal: MakeJournal) -> None:
+    async with opened(make_journal()) as ledger:
+        configure(ledger)
+        for one in lease(ledger, "all", 100):
+            complete(ledger, one)
+        ledger.execute(lambda runs: runs.run("").take(0, 0.0))
+        ledger.execute(lambda runs: runs.run("").commit("commit", 0, "nonce-step-0", 0.0))
+        await ledger.durable()
+        ledger.execute(lambda runs: runs.configure("another", make_spec(name="another"), "other", 0.0))
+        await ledger.durable()
+    journal = make_journal()
+    await journal.open()
+
+    assert sorted(await journal.payloads([f"nonce-{n}" for n in range(8)])) == [f"nonce-{n}" for n in range(4, 8)]
+    await journal.close()
+
+
 async def test_retention_may_change_between_starts(make_journal: MakeJournal) -> None:
     for retained in (100, 0, 100):
         async with opened(make_journal(), retained_trajectories=retained) as ledger:

@@ -12,7 +12,7 @@ from rollfarm.v1 import trajectory_pb2 as tp
 from sample_buffer import events, views
 from sample_buffer.groups import Groups
 from sample_buffer.runs import Runs
-from sample_buffer.state import Lease
+from sample_buffer.state import IDLE, Lease
 from tests.sample_buffer.support import make_spec, play, request_id
 
 WORLDS = st.sampled_from([[], ["sums"], ["maze"], ["sums", "maze"]])
@@ -37,6 +37,7 @@ class LedgerMachine(RuleBasedStateMachine):
             max_attempts=2,
             lease_seconds=10,
         )
+        self.other = make_spec(name="other")
         self.now = 0.0
         self.runs = Runs()
         self.runs.limit(retained, 1000, 0.0)
@@ -124,6 +125,14 @@ class LedgerMachine(RuleBasedStateMachine):
     @rule(count=st.integers(1, 3))
     def validate(self, count: int) -> None:
         self.groups.start_validation(request_id(), f"v{self.groups.state.validation_count}", count, self.now)
+
+    @rule()
+    def another_run_has_its_turn(self) -> None:
+        self.runs.configure(request_id(), self.other, "other", self.now)
+        state = self.runs.run(self.spec.run_id).state
+        assert not state.retired
+        assert len(state.answers) + len(state.ended) <= 2 * IDLE.remembered_requests
+        self.runs.configure(request_id(), self.spec, "nonce", self.now)
 
     @rule(snapshot_at=st.floats(0, 1))
     def restart(self, snapshot_at: float) -> None:
