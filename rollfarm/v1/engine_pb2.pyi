@@ -74,7 +74,7 @@ class Generation(_message.Message):
 
     @_builtins.property
     def images(self) -> _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.ImagePart]:
-        """Images in the prompt, by token_offset."""
+        """Images in the prompt, by token_offset. Reserved: engines refuse them yet."""
 
     def __init__(
         self,
@@ -179,7 +179,7 @@ Global___TensorSpec: _TypeAlias = TensorSpec  # noqa: Y015
 
 @_typing.final
 class WeightGroup(_message.Message):
-    """How a process group for weights meets."""
+    """How a process group for weights meets. The engine listens at its own address on the way to the store."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -197,7 +197,7 @@ class WeightGroup(_message.Message):
     world_size: _builtins.int
     """Ranks in the group."""
     backend: _builtins.str
-    """"gloo" or "nccl"."""
+    """"gloo". Engines refuse others yet."""
     def __init__(
         self,
         *,

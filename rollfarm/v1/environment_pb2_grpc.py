@@ -247,7 +247,7 @@ class EnvironmentService(object):
 
 
 class EnvManagerServiceStub(object):
-    """Served by env_manager for workers that cannot be dialled, such as those behind a firewall.
+    """Reserved, not served yet: for workers that env_manager cannot dial, such as those behind a firewall.
     """
 
     def __init__(self, channel):
@@ -264,7 +264,7 @@ class EnvManagerServiceStub(object):
 
 
 class EnvManagerServiceServicer(object):
-    """Served by env_manager for workers that cannot be dialled, such as those behind a firewall.
+    """Reserved, not served yet: for workers that env_manager cannot dial, such as those behind a firewall.
     """
 
     def Attach(self, request_iterator, context):
@@ -292,7 +292,7 @@ def add_EnvManagerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class EnvManagerService(object):
-    """Served by env_manager for workers that cannot be dialled, such as those behind a firewall.
+    """Reserved, not served yet: for workers that env_manager cannot dial, such as those behind a firewall.
     """
 
     @staticmethod

@@ -142,7 +142,8 @@ class LlmProxyServiceServicer(object):
 
     def BeginWeightUpdate(self, request, context):
         """Called by the trainer: engines join their weight groups and receive the version into host memory while they
-        generate. Answers when each has it or has failed; a failed engine never holds up the others.
+        generate. Answers when each has it or has failed; a failed engine never holds up the others. Whatever was staged
+        before, perhaps by a trainer that died, is forgotten.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -159,7 +160,7 @@ class LlmProxyServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def AbortWeightUpdate(self, request, context):
-        """Called by the trainer: forgets a staged version. The old one keeps serving.
+        """For people and their tools: forgets a staged version. The old one keeps serving. The trainer just begins anew.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

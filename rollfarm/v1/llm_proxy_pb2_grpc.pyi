@@ -57,7 +57,8 @@ class LlmProxyServiceStub:
     """Every engine with its version. With after_revision, a long poll: answers when anything changed since."""
     BeginWeightUpdate: _grpc.UnaryUnaryMultiCallable[_llm_proxy_pb2.BeginWeightUpdateRequest, _llm_proxy_pb2.BeginWeightUpdateResponse]
     """Called by the trainer: engines join their weight groups and receive the version into host memory while they
-    generate. Answers when each has it or has failed; a failed engine never holds up the others.
+    generate. Answers when each has it or has failed; a failed engine never holds up the others. Whatever was staged
+    before, perhaps by a trainer that died, is forgotten.
     """
     CommitWeightUpdate: _grpc.UnaryUnaryMultiCallable[_llm_proxy_pb2.CommitWeightUpdateRequest, _llm_proxy_pb2.CommitWeightUpdateResponse]
     """Called by the trainer after sample_buffer knows the version: closes the gate, applies the staged version,
@@ -66,7 +67,7 @@ class LlmProxyServiceStub:
     Errors: FAILED_PRECONDITION/WEIGHTS_NOT_STAGED (no engine holds the version).
     """
     AbortWeightUpdate: _grpc.UnaryUnaryMultiCallable[_llm_proxy_pb2.AbortWeightUpdateRequest, _llm_proxy_pb2.AbortWeightUpdateResponse]
-    """Called by the trainer: forgets a staged version. The old one keeps serving."""
+    """For people and their tools: forgets a staged version. The old one keeps serving. The trainer just begins anew."""
     GetStatus: _grpc.UnaryUnaryMultiCallable[_llm_proxy_pb2.LlmProxyServiceGetStatusRequest, _llm_proxy_pb2.LlmProxyServiceGetStatusResponse]
     """Queue, slots, versions and rates."""
 
@@ -99,7 +100,8 @@ class LlmProxyServiceAsyncStub(LlmProxyServiceStub):
     """Every engine with its version. With after_revision, a long poll: answers when anything changed since."""
     BeginWeightUpdate: _aio.UnaryUnaryMultiCallable[_llm_proxy_pb2.BeginWeightUpdateRequest, _llm_proxy_pb2.BeginWeightUpdateResponse]  # type: ignore[assignment]
     """Called by the trainer: engines join their weight groups and receive the version into host memory while they
-    generate. Answers when each has it or has failed; a failed engine never holds up the others.
+    generate. Answers when each has it or has failed; a failed engine never holds up the others. Whatever was staged
+    before, perhaps by a trainer that died, is forgotten.
     """
     CommitWeightUpdate: _aio.UnaryUnaryMultiCallable[_llm_proxy_pb2.CommitWeightUpdateRequest, _llm_proxy_pb2.CommitWeightUpdateResponse]  # type: ignore[assignment]
     """Called by the trainer after sample_buffer knows the version: closes the gate, applies the staged version,
@@ -108,7 +110,7 @@ class LlmProxyServiceAsyncStub(LlmProxyServiceStub):
     Errors: FAILED_PRECONDITION/WEIGHTS_NOT_STAGED (no engine holds the version).
     """
     AbortWeightUpdate: _aio.UnaryUnaryMultiCallable[_llm_proxy_pb2.AbortWeightUpdateRequest, _llm_proxy_pb2.AbortWeightUpdateResponse]  # type: ignore[assignment]
-    """Called by the trainer: forgets a staged version. The old one keeps serving."""
+    """For people and their tools: forgets a staged version. The old one keeps serving. The trainer just begins anew."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_llm_proxy_pb2.LlmProxyServiceGetStatusRequest, _llm_proxy_pb2.LlmProxyServiceGetStatusResponse]  # type: ignore[assignment]
     """Queue, slots, versions and rates."""
 
@@ -180,7 +182,8 @@ class LlmProxyServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_llm_proxy_pb2.BeginWeightUpdateResponse, _abc.Awaitable[_llm_proxy_pb2.BeginWeightUpdateResponse]]:
         """Called by the trainer: engines join their weight groups and receive the version into host memory while they
-        generate. Answers when each has it or has failed; a failed engine never holds up the others.
+        generate. Answers when each has it or has failed; a failed engine never holds up the others. Whatever was staged
+        before, perhaps by a trainer that died, is forgotten.
         """
 
     @_abc_1.abstractmethod
@@ -201,7 +204,7 @@ class LlmProxyServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _llm_proxy_pb2.AbortWeightUpdateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_llm_proxy_pb2.AbortWeightUpdateResponse, _abc.Awaitable[_llm_proxy_pb2.AbortWeightUpdateResponse]]:
-        """Called by the trainer: forgets a staged version. The old one keeps serving."""
+        """For people and their tools: forgets a staged version. The old one keeps serving. The trainer just begins anew."""
 
     @_abc_1.abstractmethod
     def GetStatus(

@@ -708,7 +708,7 @@ class LeaseBatchRequest(_message.Message):
     run_id: _builtins.str
     """The run."""
     trainer_id: _builtins.str
-    """The trainer that asks."""
+    """The trainer that asks, for the log."""
     step: _builtins.int
     """The step, from 0."""
     def __init__(

@@ -351,7 +351,7 @@ class Turn(_message.Message):
 
     @_builtins.property
     def images(self) -> _containers.RepeatedCompositeFieldContainer[Global___ImagePart]:
-        """Images in the turn, by token_offset."""
+        """Images in the turn, by token_offset. Reserved: nothing fills it yet."""
 
     @_builtins.property
     def top_logprobs(self) -> Global___TopLogprobs:
