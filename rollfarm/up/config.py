@@ -64,17 +64,19 @@ class UpConfig(Config):
     """How long a service may take to end by itself before it is killed. 0 kills at once."""
 
     time_limit_seconds: float = Field(default=0.0, ge=0)
-    """The farm is drained after this long and can be resumed. 0 is without a limit."""
+    """The farm is drained after this long and can be resumed, which is no failure. 0 is without a limit."""
 
-    metric: str = "success"
-    """The measure of the validation that is reported: "reward", or a name that the environment measures."""
+    metric: str = "reward"
+    """The measure of the validation that is reported: "reward", or a name that the environment measures, such as
+    "success"."""
 
     min_gain: float = 0.0
-    """The command fails when the measure did not rise by this much from the first validation to the last. 0 asks for
-    nothing."""
+    """The command fails when a finished run's measure did not rise by this much from the first validation to the last.
+    0 asks for nothing."""
 
-    fresh: bool = False
-    """Delete the run's folder and begin anew."""
+    fresh: bool | Literal["finished"] = False
+    """Delete the run's folder and begin anew; "finished" does so only where the run in it is finished, and otherwise
+    goes on with it."""
 
     console: Literal["auto", "live", "plain", "off"] = "auto"
     """"live" redraws a screen, "plain" writes a line now and then; "auto" is live on a terminal."""

@@ -3,6 +3,7 @@
 import errno
 import fcntl
 import os
+import shlex
 import shutil
 import socket
 import sys
@@ -28,13 +29,12 @@ class PortsInUse(Exception):
 
 def refuse_finished(farm: FarmRoot) -> None:
     """Raise ConfigError when the run is over and nothing is left to do."""
-    done = finished_summary(farm.run.path)
-    if done is None or farm.up.fresh or not farm.run.steps or done["steps"] < farm.run.steps:
-        return
-    raise ConfigError(
-        f"run.name: the run {farm.run.name!r} in {farm.run.path} is finished ({done['steps']} steps). Begin it anew "
-        f"with --up.fresh true, choose another --run.name, or go on with --run.steps {2 * done['steps']}."
-    )
+    done = _steps_of_finished(farm)
+    if done and not farm.up.fresh:
+        raise ConfigError(
+            f"run.name: the run {farm.run.name!r} in {farm.run.path} is finished ({done} steps). Begin it anew "
+            f"with --up.fresh true, choose another --run.name, or go on with --run.steps {2 * done}."
+        )
 
 
 def refuse_taken(ports: Iterable[tuple[int, str]], base_port: int) -> None:
@@ -64,7 +64,7 @@ def opened(farm: FarmRoot) -> Iterator[bool]:
             if error.errno not in (errno.EAGAIN, errno.EACCES):
                 raise
             raise RunInUse(f"Another `rollfarm up` works on {run}. Stop it, or choose another --run.name.") from None
-        if farm.up.fresh:
+        if farm.up.fresh is True or (farm.up.fresh == "finished" and _steps_of_finished(farm)):
             _empty(run)
         resumed = (run / CONFIG).exists()
         (run / "logs").mkdir(exist_ok=True)
@@ -72,6 +72,20 @@ def opened(farm: FarmRoot) -> Iterator[bool]:
         tables["up"]["fresh"] = False
         write_toml(tables, run / CONFIG)
         yield resumed
+
+
+def resume_command(run: Path) -> str:
+    """What a person types to go on with the run, from the folder in which this program was started."""
+    return f"{_program()} up {shlex.quote(str(run / CONFIG))}"
+
+
+def _program() -> str:
+    started = sys.argv[0]
+    if started.endswith(".py"):
+        return f"{shlex.quote(sys.executable)} -m rollfarm"
+    name = Path(started).name
+    found = shutil.which(name)
+    return name if found and Path(found).resolve() == Path(started).resolve() else shlex.quote(started)
 
 
 def checkout() -> Path:
@@ -87,6 +101,12 @@ def make_importable(root: Path) -> None:
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     if str(root) not in paths:
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), *paths]))
+
+
+def _steps_of_finished(farm: FarmRoot) -> int:
+    """How many steps the run has, if all of them are done; else 0."""
+    done = finished_summary(farm.run.path)
+    return done["steps"] if done and 0 < farm.run.steps <= done["steps"] else 0
 
 
 def _empty(run: Path) -> None:

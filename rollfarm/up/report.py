@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from rollfarm.up.console import clock_text, number_text
+from rollfarm.up.folder import resume_command
 from rollfarm.up.summary import Summary
 
 CURVE = "curve.png"
@@ -38,7 +39,7 @@ def draw(summary: Summary, path: Path) -> None:
     steps = range(1, len(summary.rewards) + 1)
     axes.plot(steps, summary.rewards, color=ACCENT, alpha=0.25, linewidth=1.2)
     axes.plot(steps, smooth(summary.rewards), color=ACCENT, linewidth=2.4, label="training reward, mean of the batch")
-    points = [(item["step"], item.get(summary.metric, item["reward"])) for item in summary.validations]
+    points = [(item["step"], item[summary.metric]) for item in summary.validations if summary.metric in item]
     if points:
         axes.plot(
             *zip(*points, strict=True),
@@ -83,8 +84,8 @@ def page(summary: Summary, curve: bytes, config: str) -> str:
     """The report as HTML."""
     name = _run_name(config) or Path(summary.run).name
     picture = base64.b64encode(curve).decode()
-    resume = f"unfinished; go on with <code>rollfarm up {_e(summary.run)}/config.toml</code>"
-    verdict = "finished" if summary.finished else resume
+    resume = f"; go on with <code>{_e(resume_command(Path(summary.run)))}</code>"
+    verdict = summary.ending + ("" if summary.finished else resume)
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>{_e(name)} · rollfarm</title><style>{STYLE}</style></head><body><main>

@@ -8,32 +8,24 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from enum import Enum
 from pathlib import Path
 
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from rollfarm.up import folder, report, summary
 from rollfarm.up.config import FarmRoot
 from rollfarm.up.console import Screen, make_console, plain_line
 from rollfarm.up.farm import Plan, plan
 from rollfarm.up.process import ProcessFailed
+from rollfarm.up.summary import Ending, Summary
 from rollfarm.up.supervisor import Supervisor
 from rollfarm.up.watch import EpisodesFail, Watcher
 
 EXIT_MISSED = 1
-EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 REFRESH_PER_SECOND = 4
-
-
-class Ending(Enum):
-    """Why the farm was drained."""
-
-    FINISHED = "finished"
-    INTERRUPTED = "interrupted"
-    TIME_LIMIT = "time limit"
 
 
 def up(farm: FarmRoot) -> int:
@@ -43,10 +35,10 @@ def up(farm: FarmRoot) -> int:
         planned = plan(farm, sockets=sockets, environ=os.environ)
         folder.refuse_taken(planned.ports(), farm.up.base_port)
         with folder.opened(farm) as resumed:
-            return asyncio.run(_Session(farm, planned, resumed=resumed).run())
+            return asyncio.run(Session(farm, planned, resumed=resumed).run())
 
 
-class _Session:
+class Session:
     """The farm and everything that looks at it."""
 
     def __init__(self, farm: FarmRoot, planned: Plan, *, resumed: bool) -> None:
@@ -55,22 +47,25 @@ class _Session:
         self._began = time.monotonic()
         self._live = farm.up.console == "live" or (farm.up.console == "auto" and sys.stderr.isatty())
         self._watcher = Watcher(planned.addresses, max_failed_groups=farm.up.max_failed_groups)
+        self.picture = self._watcher.picture
+        """What the services said last."""
         self._supervisor = Supervisor(planned.specs, farm.up, logs=farm.run.path / "logs", say=self._say)
-        self._screen = Screen(farm.run.name, self._watcher.picture, self._supervisor.children, self._began)
+        self._screen = Screen(farm.run.name, self.picture, self._supervisor.children, self._began)
 
     async def run(self) -> int:
         """Until the run is over, or somebody or something ends it."""
         try:
             async with self._watcher, self._beside():
                 ending = await self._until_end()
-        except ProcessFailed as failed:
+        except (ProcessFailed, EpisodesFail) as failed:
             self._explain(failed)
+            if self.picture.begun:
+                self._conclude(Ending.FAILED)
             return failed.status
-        except EpisodesFail as failed:
-            print(f"rollfarm up: {failed}", file=sys.stderr)
-            print(f"Mend the environment or the reward, then go on with: {self._resume()}", file=sys.stderr)
-            return EXIT_FAILED
-        return self._conclude(ending)
+        result = self._conclude(ending)
+        if ending is Ending.INTERRUPTED:
+            return EXIT_INTERRUPTED
+        return EXIT_MISSED if result.missed(self._farm.up.min_gain) else 0
 
     async def _until_end(self) -> Ending:
         interrupted = asyncio.Event()
@@ -87,7 +82,7 @@ class _Session:
             running.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await running
-        if self._watcher.picture.finished:
+        if self.picture.finished:
             return Ending.FINISHED
         return Ending.INTERRUPTED if interrupted.is_set() else Ending.TIME_LIMIT
 
@@ -120,7 +115,7 @@ class _Session:
     async def _show_plainly(self) -> None:
         while not self._supervisor.draining:
             await asyncio.sleep(self._farm.up.plain_seconds)
-            line = plain_line(self._watcher.picture, self._supervisor.children)
+            line = plain_line(self.picture, self._supervisor.children)
             print(line, file=sys.stderr, flush=True)
 
     def _say(self, text: str) -> None:
@@ -129,24 +124,19 @@ class _Session:
         else:
             print(f"rollfarm up: {text}", file=sys.stderr, flush=True)
 
-    def _explain(self, failed: ProcessFailed) -> None:
+    def _explain(self, failed: ProcessFailed | EpisodesFail) -> None:
         print(f"rollfarm up: {failed}", file=sys.stderr)
-        if failed.tail:
+        if isinstance(failed, ProcessFailed) and failed.tail:
             print(f"The last lines of {failed.log}:", file=sys.stderr)
             print("  " + failed.tail.replace("\n", "\n  "), file=sys.stderr)
-        if self._watcher.picture.steps:
-            print(f"Then go on with: {self._resume()}", file=sys.stderr)
 
-    def _resume(self) -> str:
-        return f"rollfarm up {self._farm.run.path / folder.CONFIG}"
-
-    def _conclude(self, ending: Ending) -> int:
-        """Write what remains, say what came of it, and choose the exit status."""
+    def _conclude(self, ending: Ending) -> Summary:
+        """Write what remains, and say what came of it."""
         run = self._farm.run.path
-        picture = self._watcher.picture
-        began = picture.first_steps_at or self._began
+        began = self.picture.first_steps_at or self._began
         result = summary.summarise(
-            picture,
+            self.picture,
+            ending,
             metric=self._farm.up.metric,
             wall_s=time.monotonic() - self._began,
             learning_s=time.monotonic() - began,
@@ -156,25 +146,24 @@ class _Session:
         )
         summary.write(result, run)
         report.write(result, run)
-        self._print(result, ending)
-        if ending is Ending.INTERRUPTED:
-            return EXIT_INTERRUPTED
-        return 0 if result.reached(self._farm.up.min_gain) else EXIT_MISSED
+        self._print(result)
+        return result
 
-    def _print(self, result: summary.Summary, ending: Ending) -> None:
+    def _print(self, result: Summary) -> None:
         min_gain = self._farm.up.min_gain
         table = Table.grid(padding=(0, 2))
         table.add_column(style="dim", no_wrap=True)
         table.add_column()
         for name, value in summary.lines(result, min_gain):
-            table.add_row(name, value)
+            table.add_row(name, Text(value))
         console = make_console(stderr=True)
         console.print()
         console.print(table)
-        if ending is not Ending.FINISHED:
-            console.print(f"\nNot finished. Go on with: [bold]{self._resume()}[/]")
-        elif not result.reached(min_gain):
-            console.print(f"\n[bold red]The {result.metric} did not rise by {min_gain:g}.[/]")
+        if not result.finished:
+            resume = folder.resume_command(self._farm.run.path)
+            console.print(Text.assemble("\nNot finished. Go on with: ", (resume, "bold")), soft_wrap=True)
+        elif missed := result.missed(min_gain):
+            console.print(Text(f"\n{missed}", style="bold red"))
         console.print()
         print(result.line(), flush=True)
 

@@ -4,6 +4,7 @@ import dataclasses
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,17 @@ from rollfarm.up.watch import Picture
 from rollfarm.v1 import trainer_pb2
 
 FILE = "summary.json"
+REWARD = "reward"
+"""The measure that every environment has."""
+
+
+class Ending(StrEnum):
+    """Why the farm was drained."""
+
+    FINISHED = "finished"
+    INTERRUPTED = "interrupted"
+    TIME_LIMIT = "time limit"
+    FAILED = "failed"
 
 
 @dataclass(frozen=True)
@@ -21,7 +33,7 @@ class Summary:
     metric: str
     """What reward_before and reward_after measure."""
     reward_before: float | None
-    """The measure at the first validation; unset where nothing was validated."""
+    """The measure at the first validation; unset where nothing was validated, or where that was not measured."""
     reward_after: float | None
     """The measure at the last."""
     steps: int
@@ -43,7 +55,9 @@ class Summary:
     resumed: bool
     run: str
     """The run's folder."""
-    finished: bool = True
+    ending: Ending
+    finished: bool
+    """Whether every step is done. Otherwise the run can go on."""
     rewards: list[float] = field(default_factory=list)
     """Mean reward of each step."""
     validations: list[dict[str, Any]] = field(default_factory=list)
@@ -59,9 +73,23 @@ class Summary:
             return None
         return self.reward_after - self.reward_before
 
-    def reached(self, min_gain: float) -> bool:
-        """Whether the measure rose by at least `min_gain`; 0 asks for nothing."""
-        return min_gain == 0 or (self.gain is not None and self.gain >= min_gain)
+    def missed(self, min_gain: float) -> str:
+        """Why a finished run falls short of `min_gain`; empty where it does not, or where 0 asks for nothing."""
+        if not self.finished or min_gain == 0 or (self.gain is not None and self.gain >= min_gain):
+            return ""
+        if self.gain is None:
+            return f"up.min_gain asks for a rise by {min_gain:g}, and the {self.metric} was {self.why_not_measured()}."
+        return f"The {self.metric} did not rise by {min_gain:g}."
+
+    def why_not_measured(self) -> str:
+        """Why the rise is not known, in words."""
+        if not self.validations:
+            why = "trainer.validation_episodes is 0, or its log says that validating took too long"
+            return f"not validated ({why})" if self.finished else "not validated yet"
+        if self.reward_before is not None and len(self.validations) == 1:
+            return "not validated after"
+        known = {name for validation in self.validations for name in validation} - {"step", "episodes"}
+        return f"not measured; known: {', '.join(sorted(known))}"
 
     def line(self) -> str:
         """One JSON object without the long lists."""
@@ -77,7 +105,15 @@ class Summary:
 
 
 def summarise(
-    picture: Picture, *, metric: str, wall_s: float, learning_s: float, restarts: int, resumed: bool, run: Path
+    picture: Picture,
+    ending: Ending,
+    *,
+    metric: str,
+    wall_s: float,
+    learning_s: float,
+    restarts: int,
+    resumed: bool,
+    run: Path,
 ) -> Summary:
     """The summary of what the services last said."""
     validations = list(picture.progress.validations) if picture.progress else []
@@ -101,7 +137,8 @@ def summarise(
         restarts=restarts,
         resumed=resumed,
         run=str(run),
-        finished=picture.finished,
+        ending=ending,
+        finished=ending is Ending.FINISHED,
         rewards=picture.rewards(),
         validations=[_validation(validation) for validation in validations],
         dropped_groups=dict(buffer.dropped_group_counts) if buffer else {},
@@ -110,9 +147,11 @@ def summarise(
     )
 
 
-def measure(validation: trainer_pb2.Validation, metric: str) -> float:
-    """The named measure of a validation; its mean reward where the environment does not measure that."""
-    return validation.metrics.get(metric, validation.mean_reward)
+def measure(validation: trainer_pb2.Validation, metric: str) -> float | None:
+    """The named measure of a validation; None where the environment does not measure that."""
+    if metric in validation.metrics:
+        return validation.metrics[metric]
+    return validation.mean_reward if metric == REWARD else None
 
 
 def finished_summary(run: Path) -> dict[str, Any] | None:
@@ -149,16 +188,15 @@ def lines(summary: Summary, min_gain: float) -> list[tuple[str, str]]:
 
 
 def _rise(summary: Summary, min_gain: float) -> str:
-    if summary.reward_before is None:
-        return "not validated (trainer.validation_episodes is 0)"
-    if summary.reward_after is None or summary.gain is None:
-        return f"{summary.reward_before:.3f} before; not validated after"
-    asked = (
-        ""
-        if not min_gain
-        else f", {'at least' if summary.reached(min_gain) else 'less than the'} {min_gain:g} asked for"
-    )
-    return f"{summary.reward_before:.3f} before, {summary.reward_after:.3f} after ({summary.gain:+.3f}{asked})"
+    before, after = summary.reward_before, summary.reward_after
+    if before is None:
+        return summary.why_not_measured()
+    if after is None:
+        return f"{before:.3f} before; {summary.why_not_measured()}"
+    asked = ""
+    if min_gain and summary.finished:
+        asked = f", {'less than the' if summary.missed(min_gain) else 'at least'} {min_gain:g} asked for"
+    return f"{before:.3f} before, {after:.3f} after ({after - before:+.3f}{asked})"
 
 
 def _shares(summary: Summary, busy: float) -> str:
@@ -175,7 +213,7 @@ def _seconds(durations: Iterable[Any]) -> float:
 def _validation(validation: trainer_pb2.Validation) -> dict[str, Any]:
     return {
         "step": validation.step_count,
-        "reward": validation.mean_reward,
+        REWARD: validation.mean_reward,
         "episodes": validation.episode_count,
         **dict(validation.metrics),
     }

@@ -57,10 +57,11 @@ class Rate:
 
 
 class Failures:
-    """Counts groups that were dropped because their episodes failed, since the last episode that was played well."""
+    """Counts groups that were dropped because their episodes failed, since the last episode that was played well or,
+    before that, since the first look: a run that goes on has its earlier failures behind it."""
 
     def __init__(self) -> None:
-        self._played = 0
+        self._played: int | None = None
         self._dropped_before = 0
         self._dropped = 0
 
@@ -79,6 +80,9 @@ class Failures:
 class EpisodesFail(Exception):
     """Every episode fails, so that the run cannot go on."""
 
+    status = 1
+    """What the command exits with."""
+
 
 @dataclass
 class Picture:
@@ -89,6 +93,8 @@ class Picture:
     proxy: llm_proxy_pb2.LlmProxyServiceGetStatusResponse | None = None
     steps: dict[int, trainer_pb2.StepMetrics] = field(default_factory=dict)
     """Every step seen, the last account of each."""
+    begun: bool = False
+    """Whether the trainer ever got past loading, so that there is something to tell."""
     first_steps_at: float | None = None
     """When a training step was first seen, monotonic seconds."""
     tokens: Rate = field(default_factory=Rate)
@@ -119,6 +125,8 @@ class Picture:
         self.progress = progress
         kept = {number: step for number, step in self.steps.items() if number < progress.step_count}
         self.steps = kept | {step.step: step for step in progress.steps}
+        if progress.phase not in (trainer_pb2.PHASE_UNSPECIFIED, trainer_pb2.PHASE_LOADING):
+            self.begun = True
         if self.first_steps_at is None and progress.phase in (trainer_pb2.PHASE_WAITING, trainer_pb2.PHASE_TRAINING):
             self.first_steps_at = now
 
@@ -191,7 +199,8 @@ class Watcher:
         if not self.picture.finished and self.picture.buffer is not None:
             raise EpisodesFail(
                 f"{self.picture.failures.in_a_row} groups in a row were dropped because their episodes failed. "
-                f"The last failure was {self.picture.buffer.last_failure or 'not recorded'}"
+                f"The last failure was {self.picture.buffer.last_failure or 'not recorded'}\n"
+                "Mend the environment or the reward."
             )
 
     @property

@@ -12,13 +12,19 @@ from tests.farm.conftest import CHECKOUT, Farm, StartFarm
 SMALL = CHECKOUT / "tests" / "farm" / "small.toml"
 
 
-def ended(farm: Farm, *, seconds: float = 60) -> tuple[int, str]:
-    """The farm's status and what it wrote on stderr, once every process of it is gone."""
-    out, _ = farm.process.communicate(timeout=seconds)
+def ended(farm: Farm) -> tuple[int, str]:
+    """The status of a farm that had no result, and what it wrote on stderr."""
+    status, out, said = wholly_ended(farm, seconds=60)
     assert out == ""
+    return status, said
+
+
+def wholly_ended(farm: Farm, *, seconds: float) -> tuple[int, str, str]:
+    """The farm's status and what it wrote on stdout and stderr, once every process of it is gone."""
+    out, _ = farm.process.communicate(timeout=seconds)
     left = [process.pid for process in psutil.process_iter() if str(farm.run) in _argv(process)]
     assert left == []
-    return farm.process.returncode, (farm.run.parent / f"{farm.run.name}.stderr").read_text()
+    return farm.process.returncode, out, (farm.run.parent / f"{farm.run.name}.stderr").read_text()
 
 
 def test_an_unknown_key_names_the_nearest_valid_one(start_farm: StartFarm, tmp_path: Path):
@@ -99,9 +105,12 @@ def test_a_farm_whose_every_episode_fails_gives_up_with_the_cause(
     assert old in text
     file.write_text(text.replace(old, new))
 
-    status, said = ended(start_farm(file, "--up.max_failed_groups", "4", "--run.max_attempts", "2"), seconds=100)
+    farm = start_farm(file, "--up.max_failed_groups", "4", "--run.max_attempts", "2")
+    status, out, said = wholly_ended(farm, seconds=100)
 
     assert status == 1
+    result = json.loads(out.splitlines()[-1])
+    assert (result["ending"], result["finished"], result["steps"]) == ("failed", False, 0)
     assert "groups in a row were dropped because their episodes failed" in said
     assert cause in said.split("The last failure was")[1]
     assert "Mend the environment or the reward" in said

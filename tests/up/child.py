@@ -29,6 +29,8 @@ def main(kind: str, *arguments: str) -> None:
         time.sleep(60)
     elif kind == "serve":
         serve(int(arguments[0]))
+    elif kind == "trainer":
+        serve_progress(int(arguments[0]), *arguments[1:])
 
 
 def serve(port: int) -> None:
@@ -37,6 +39,37 @@ def serve(port: int) -> None:
 
     listen = Listen(port=port, drain_seconds=1)
     service.run(lambda: service.serve(lambda server: None, listen, services=[]))
+
+
+def serve_progress(port: int, phase: str, then: str) -> None:
+    """A trainer that did two of four steps. Asked for the second time, it may crash."""
+    from rollfarm import service
+    from rollfarm.config import Listen
+    from rollfarm.v1 import trainer_pb2, trainer_pb2_grpc
+
+    class Trainer(trainer_pb2_grpc.TrainerServiceServicer):
+        asked = 0
+
+        async def GetProgress(self, request, context):
+            self.asked += 1
+            if then == "crash" and self.asked == 2:
+                os._exit(7)
+            return trainer_pb2.GetProgressResponse(
+                phase=trainer_pb2.Phase.Value(phase),
+                step_count=2,
+                total_step_count=4,
+                steps=[trainer_pb2.StepMetrics(step=step, mean_reward=0.5) for step in range(2)],
+                validations=[
+                    trainer_pb2.Validation(step_count=2 * number, mean_reward=0.1 + number, metrics={"success": number})
+                    for number in range(2)
+                ],
+            )
+
+    def register(server):
+        trainer_pb2_grpc.add_TrainerServiceServicer_to_server(Trainer(), server)
+
+    listen = Listen(port=port, drain_seconds=1)
+    service.run(lambda: service.serve(register, listen, services=["rollfarm.v1.TrainerService"]))
 
 
 def note(path: str, what: object) -> None:

@@ -7,7 +7,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from rollfarm.up import report, summary
 from rollfarm.up.console import chart, clock_text, flow, number_text, plain_line, resample, sparkline
-from rollfarm.up.summary import Summary
+from rollfarm.up.summary import Ending, Summary
 from rollfarm.up.watch import Failures, Picture, Rate
 from rollfarm.v1 import llm_proxy_pb2, sample_buffer_pb2, trainer_pb2
 
@@ -59,9 +59,16 @@ def picture() -> Picture:
     return picture
 
 
-def summarise(picture: Picture, metric: str = "success") -> Summary:
+def summarise(picture: Picture, metric: str = "success", ending: Ending = Ending.FINISHED) -> Summary:
     return summary.summarise(
-        picture, metric=metric, wall_s=30.0, learning_s=20.0, restarts=1, resumed=False, run=Path("runs/lake")
+        picture,
+        ending,
+        metric=metric,
+        wall_s=30.0,
+        learning_s=20.0,
+        restarts=1,
+        resumed=False,
+        run=Path("runs/lake"),
     )
 
 
@@ -79,7 +86,9 @@ def test_the_last_line_is_one_json_object_with_the_promised_keys(picture: Pictur
 
     assert "\n" not in line
     promised = {"reward_before", "reward_after", "steps", "samples", "max_staleness", "wall_s", "run"}
-    assert promised | {"restarts", "policy_version", "resumed"} <= json.loads(line).keys()
+    told = json.loads(line)
+    assert promised | {"restarts", "policy_version", "resumed"} <= told.keys()
+    assert (told["ending"], told["finished"]) == ("finished", True)
 
 
 def test_the_reward_is_reported_when_it_is_the_measure(picture: Picture) -> None:
@@ -88,23 +97,45 @@ def test_the_reward_is_reported_when_it_is_the_measure(picture: Picture) -> None
     assert (result.reward_before, result.reward_after) == (0.0625, 0.375)
 
 
-@pytest.mark.parametrize(("min_gain", "reached"), [(0.0, True), (0.625, True), (0.7, False)])
-def test_a_gain_below_the_one_asked_for_is_a_failure(picture: Picture, min_gain: float, reached: bool) -> None:
-    assert summarise(picture).reached(min_gain) is reached
+def test_a_measure_that_the_environment_does_not_have_is_not_measured_and_the_known_ones_are_named(picture: Picture):
+    result = summarise(picture, metric="sucess")
+
+    assert (result.reward_before, result.reward_after) == (None, None)
+    assert dict(summary.lines(result, 0.3))["sucess"] == "not measured; known: reward, success"
+    assert result.missed(0.0) == ""
+    assert result.missed(0.3) == (
+        "up.min_gain asks for a rise by 0.3, and the sucess was not measured; known: reward, success."
+    )
 
 
-def test_a_gain_that_was_not_measured_is_not_reached(picture: Picture) -> None:
+@pytest.mark.parametrize(("min_gain", "missed"), [(0.0, ""), (0.625, ""), (0.7, "The success did not rise by 0.7.")])
+def test_a_gain_below_the_one_asked_for_is_missed(picture: Picture, min_gain: float, missed: str) -> None:
+    assert summarise(picture).missed(min_gain) == missed
+
+
+def test_a_gain_that_was_not_measured_is_missed(picture: Picture) -> None:
     assert picture.progress is not None
     del picture.progress.validations[1:]
 
     result = summarise(picture)
 
     assert result.reward_after is None
-    assert not result.reached(0.1)
-    assert result.reached(0.0)
+    assert "was not validated after" in result.missed(0.1)
+    assert result.missed(0.0) == ""
+
+
+@pytest.mark.parametrize("ending", [Ending.INTERRUPTED, Ending.TIME_LIMIT, Ending.FAILED])
+def test_a_run_that_can_go_on_is_not_judged(picture: Picture, ending: Ending) -> None:
+    result = summarise(picture, ending=ending)
+
+    assert not result.finished
+    assert result.missed(0.7) == ""
+    assert dict(summary.lines(result, 0.7))["success"] == "0.125 before, 0.750 after (+0.625)"
 
 
 def test_a_finished_run_is_recognised_by_its_summary(picture: Picture, tmp_path: Path) -> None:
+    assert summary.finished_summary(tmp_path) is None
+    summary.write(summarise(picture, ending=Ending.FAILED), tmp_path)
     assert summary.finished_summary(tmp_path) is None
 
     summary.write(summarise(picture), tmp_path)
@@ -138,6 +169,14 @@ def test_a_run_that_took_no_step_has_a_report_too(tmp_path: Path) -> None:
     report.write(summarise(Picture()), tmp_path)
 
     assert "No step was taken." in (tmp_path / report.PAGE).read_text()
+
+
+def test_the_report_draws_and_names_only_what_was_measured(picture: Picture, tmp_path: Path) -> None:
+    report.write(summarise(picture, metric="sucess", ending=Ending.FAILED), tmp_path)
+
+    page = (tmp_path / report.PAGE).read_text()
+    assert "<p>sucess before</p><strong>–</strong>" in page
+    assert "failed; go on with" in page
 
 
 def test_steps_that_a_crash_undid_leave_the_curve(picture: Picture) -> None:
@@ -204,3 +243,12 @@ def test_failures_are_counted_since_the_last_episode_that_was_played_well() -> N
         )
 
     assert failures.in_a_row == 2
+
+
+def test_failures_of_an_earlier_part_of_the_run_are_behind_it() -> None:
+    failures = Failures()
+
+    for dropped in (20, 21):
+        failures.add(sample_buffer_pb2.GetStatusResponse(dropped_group_counts={"failed": dropped}))
+
+    assert failures.in_a_row == 1
