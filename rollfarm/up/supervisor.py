@@ -18,6 +18,7 @@ from rollfarm.up.config import UpConfig
 from rollfarm.up.farm import ProcessSpec
 from rollfarm.up.process import Child, ProcessFailed, State, describe_status
 from rollfarm.up.restarts import RestartPolicy
+from rollfarm.valkey import valkey_answers
 
 PROBE_SECONDS = 0.2
 """Between two questions whether a starting process is ready; nothing could notify us before it is."""
@@ -222,20 +223,7 @@ async def _ready(spec: ProcessSpec) -> None:
 async def _usable(spec: ProcessSpec) -> bool:
     if spec.address:
         return await is_serving(spec.address, timeout=2.0)
-    return spec.socket is None or await _valkey_answers(spec.socket)
-
-
-async def _valkey_answers(socket: Path) -> bool:
-    try:
-        async with asyncio.timeout(1.0):
-            reader, writer = await asyncio.open_unix_connection(str(socket))
-            try:
-                writer.write(b"PING\r\n")
-                return await reader.readline() == b"+PONG\r\n"
-            finally:
-                writer.close()
-    except (OSError, TimeoutError):
-        return False
+    return spec.socket is None or await valkey_answers(spec.socket)
 
 
 def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:

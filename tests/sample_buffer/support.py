@@ -16,7 +16,7 @@ from rollfarm.tokens import pack_ids, pack_logprobs
 from rollfarm.v1 import sample_buffer_pb2 as pb
 from rollfarm.v1 import sample_buffer_pb2_grpc
 from rollfarm.v1 import trajectory_pb2 as tp
-from rollfarm.valkey import valkey_command, wait_for_valkey
+from rollfarm.valkey import valkey_answers, valkey_command
 from sample_buffer import views
 from sample_buffer.groups import Groups
 from sample_buffer.runs import Runs
@@ -175,7 +175,9 @@ class Valkey:
         self._popen = subprocess.Popen(  # noqa: ASYNC220
             command, stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL
         )
-        await wait_for_valkey(self.socket, 10)
+        async with asyncio.timeout(10):
+            while not await valkey_answers(self.socket):  # noqa: ASYNC110 - a program of others notifies nobody
+                await asyncio.sleep(0.02)
 
     @contextmanager
     def stopped(self) -> Iterator[None]:

@@ -17,7 +17,7 @@ from rollfarm.up.config import UpConfig
 from rollfarm.up.farm import ProcessSpec
 from rollfarm.up.process import Child, ProcessFailed, State
 from rollfarm.up.supervisor import Supervisor
-from rollfarm.valkey import wait_for_valkey
+from rollfarm.valkey import valkey_answers
 
 CHILD = str(Path(__file__).parent / "child.py")
 ENV = {SUPERVISED: "1", "PYTHONPATH": str(Path(__file__).parents[2])}
@@ -237,7 +237,9 @@ async def test_the_leash_ends_valkey_when_its_supervisor_is_gone(tmp_path) -> No
         env={**os.environ, **ENV},
     )
     assert leash.stdin is not None
-    await wait_for_valkey(socket, timeout=10)
+    async with asyncio.timeout(10):
+        while not await valkey_answers(socket):
+            await asyncio.sleep(0.02)
 
     leash.stdin.close()
 
