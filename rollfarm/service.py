@@ -29,8 +29,12 @@ T = TypeVar("T")
 SUPERVISED = "ROLLFARM_SUPERVISED"
 """Set in the environment by a supervisor that holds the other end of the service's stdin for as long as it lives."""
 
+CONNECTION_SECONDS = 60.0
+"""How long a connection takes new calls. Its client then looks the name up again, and so finds new replicas."""
+
 _SERVER_OPTIONS: list[tuple[str, Any]] = [
     *rpc.MESSAGE_OPTIONS,
+    ("grpc.max_connection_age_grace_ms", 2**31 - 1),  # no limit: calls that are open go on to their end
     ("grpc.so_reuseport", 0),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -130,7 +134,8 @@ async def serve(
     Raises PortInUse.
     """
     stop = stop or stop_on_signal()
-    server = aio.server(interceptors=[ErrorInterceptor()], options=_SERVER_OPTIONS)
+    age = ("grpc.max_connection_age_ms", round(CONNECTION_SECONDS * 1000))
+    server = aio.server(interceptors=[ErrorInterceptor()], options=[*_SERVER_OPTIONS, age])
     register(server)
     checks = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
