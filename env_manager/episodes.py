@@ -1,7 +1,7 @@
 """The turn loop: reset, then generate and step until the environment or a limit ends it, then score.
 
 An episode that fails is data: `play` raises EpisodeFailed with the outcome and the cause, whatever an environment, a
-reward or llm_proxy did. Any other exception is a bug.
+reward or llm_proxy did. A bug on its way fails it too, with a traceback in the log, and no other episode.
 """
 
 import asyncio
@@ -11,13 +11,16 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import prometheus_client
+import structlog
 
 from env_manager.rendering import Renderer, Span
 from env_manager.transcript import Transcript, seed_of
 from env_manager.worlds import World, Worlds
-from rollfarm import tokens
+from rollfarm import foreign, telemetry, tokens
 from rollfarm.errors import FarmError
 from rollfarm.v1 import engine_pb2, llm_proxy_pb2, reward_gateway_pb2, sample_buffer_pb2, trajectory_pb2
+
+log = structlog.get_logger()
 
 Generate = Callable[[llm_proxy_pb2.ProxiedGeneration], Awaitable[llm_proxy_pb2.GenerationResult]]
 Score = Callable[[reward_gateway_pb2.ScoredEpisode], Awaitable[reward_gateway_pb2.ScoreResponse]]
@@ -72,7 +75,16 @@ class Player:
         self._worker_id = worker_id
 
     async def play(self, lease: sample_buffer_pb2.EpisodeLease) -> trajectory_pb2.Trajectory:
-        """The finished and scored episode. Raises EpisodeFailed."""
+        """The finished and scored episode. Raises EpisodeFailed, and nothing else."""
+        try:
+            return await self._play(lease)
+        except EpisodeFailed:
+            raise
+        except Exception as bug:
+            log.exception("bug in an episode", lease_id=lease.lease_id)
+            raise EpisodeFailed(ABORTED, f"Bug: {foreign.cause(bug)}.") from bug
+
+    async def _play(self, lease: sample_buffer_pb2.EpisodeLease) -> trajectory_pb2.Trajectory:
         began = time.time()
         try:
             async with self._worlds.open(lease.lease_id, lease.episode.task) as world:
@@ -166,6 +178,7 @@ class Player:
                 prompt_token_ids=transcript.prompt,
                 sampling=sampling,
                 session_id=lease.lease_id,
+                trace_id=telemetry.trace_id.get(),
             ),
             min_version=episode.policy_version,
             priority=episode.policy_version,

@@ -14,8 +14,8 @@ import prometheus_client
 import structlog
 
 from env_manager.episodes import EpisodeFailed
-from rollfarm import rpc
-from rollfarm.errors import DeadlineExceeded, FarmError, InvalidTrajectory, LeaseExpired, is_retryable
+from rollfarm import rpc, telemetry
+from rollfarm.errors import DeadlineExceeded, FarmError, LeaseExpired, is_retryable
 from rollfarm.v1 import sample_buffer_pb2, trajectory_pb2
 
 log = structlog.get_logger()
@@ -108,6 +108,7 @@ class Worker:
 
     async def _hold(self, held: _Held) -> None:
         """Play one episode and hand it in. A cancellation by anyone but `_heartbeat` leaves it held."""
+        telemetry.begin_trace()
         try:
             failed = await self._settle(held)
         except asyncio.CancelledError:
@@ -149,7 +150,7 @@ class Worker:
         )
         try:
             await self._report(self._stub.CompleteEpisode, request, held)
-        except InvalidTrajectory as refused:
+        except FarmError as refused:
             log.error("trajectory refused", lease_id=held.lease.lease_id, cause=str(refused))
             await self._fail(held, trajectory_pb2.OUTCOME_ABORTED, str(refused))
             return True

@@ -129,7 +129,7 @@ class Connection:
         self._updates = 0
 
     def start(self, group: asyncio.TaskGroup) -> None:
-        self._task = group.create_task(self._run(), name=f"engine {self._address}")
+        self._task = group.create_task(self._run(), name=f"engine {self._address}", context=rpc.detached())
 
     def stop(self) -> None:
         """End the connection; nothing that the engine still says counts.

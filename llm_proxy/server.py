@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
+import structlog
 from grpc import aio
 
 from llm_proxy.engines import Fleet, batches
@@ -18,6 +19,8 @@ from llm_proxy.weights import WeightUpdates
 from rollfarm.errors import FarmError, InvalidArgument, from_failure
 from rollfarm.service import poll_seconds
 from rollfarm.v1 import llm_proxy_pb2, llm_proxy_pb2_grpc
+
+log = structlog.get_logger()
 
 SERVICE = llm_proxy_pb2.DESCRIPTOR.services_by_name["LlmProxyService"].full_name
 
@@ -190,6 +193,7 @@ class LlmProxyServicer(llm_proxy_pb2_grpc.LlmProxyServiceServicer):
             self._submit(asked, stream)
             stream.open.add(request_id)
         except FarmError as error:
+            log.debug("generation refused", request_id=request_id, trace_id=asked.generation.trace_id, cause=str(error))
             stream.refuse(refusal(request_id, error))
 
     def _submit(self, asked: llm_proxy_pb2.ProxiedGeneration, waiter: Once | Stream) -> None:

@@ -6,7 +6,6 @@ it has answered so itself. Commits are carried out one at a time, and to their e
 """
 
 import asyncio
-import contextvars
 import time
 from collections.abc import Coroutine
 from typing import Any, TypeVar
@@ -16,7 +15,7 @@ from google.protobuf import duration_pb2
 
 from llm_proxy.engines import Fleet
 from llm_proxy.routing import SERVING
-from rollfarm import rpc, telemetry
+from rollfarm import rpc
 from rollfarm.errors import (
     DeadlineExceeded,
     EngineFailed,
@@ -181,9 +180,7 @@ class WeightUpdates:
 
     async def _to_the_end(self, work: Coroutine[Any, Any, T]) -> T:
         """Await `work`, which goes on when the caller is cancelled, and is not bound by the caller's deadline."""
-        context = contextvars.Context()
-        context.run(telemetry.trace_id.set, telemetry.trace_id.get())
-        task = asyncio.get_running_loop().create_task(work, context=context)
+        task = asyncio.get_running_loop().create_task(work, context=rpc.detached())
         self._unfinished.add(task)
         task.add_done_callback(self._ended)
         return await asyncio.shield(task)

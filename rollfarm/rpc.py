@@ -5,8 +5,7 @@ import contextvars
 import json
 import random
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 from grpc import aio
@@ -53,20 +52,20 @@ def channel(address: str) -> aio.Channel:
     return aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
 
 
-@contextmanager
-def deadline(seconds: float | None) -> Iterator[None]:
-    """Bound every `call` inside to what remains of `seconds`; an earlier outer deadline wins."""
-    at = None if seconds is None else time.monotonic() + seconds
-    outer = _deadline.get()
-    token = _deadline.set(outer if at is None else at if outer is None else min(at, outer))
-    try:
-        yield
-    finally:
-        _deadline.reset(token)
+def adopt_deadline(seconds: float | None) -> None:
+    """Bound every `call` of this asyncio task, and of those that it starts, to `seconds` from now; None unbinds it."""
+    _deadline.set(None if seconds is None else time.monotonic() + seconds)
+
+
+def detached() -> contextvars.Context:
+    """A context for a task that outlives the call which starts it: it keeps the trace and not the deadline."""
+    context = contextvars.copy_context()
+    context.run(adopt_deadline, None)
+    return context
 
 
 def remaining(timeout: float) -> float:
-    """`timeout`, or what the surrounding deadline leaves of it."""
+    """`timeout`, or what the adopted deadline leaves of it."""
     at = _deadline.get()
     return timeout if at is None else min(timeout, at - time.monotonic())
 
@@ -77,7 +76,7 @@ def metadata() -> tuple[tuple[str, str], ...]:
 
 
 async def call(method: Callable[..., Any], request: Any, *, timeout: float, retry: bool = True) -> Any:
-    """Call `method` until it answers, within `timeout` seconds and any surrounding deadline.
+    """Call `method` until it answers, within `timeout` seconds and any adopted deadline.
 
     With `retry`, UNAVAILABLE (the service restarts, or its journal is away) is tried again with jittered backoff;
     every call of the contract is idempotent. Raises the FarmError that the server raised, or Unavailable or

@@ -67,9 +67,11 @@ class ErrorInterceptor(aio.ServerInterceptor):
 
 
 def _enter(context: aio.ServicerContext[Any, Any]) -> None:
+    """Continue the caller's trace and deadline. Each call has a task of its own, so there is nothing to undo."""
     for name, value in context.invocation_metadata() or ():
         if name == telemetry.TRACE_METADATA:
             telemetry.adopt(str(value))
+    rpc.adopt_deadline(context.time_remaining())
 
 
 def _guard_unary(method: str, behaviour: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
@@ -78,8 +80,7 @@ def _guard_unary(method: str, behaviour: Callable[..., Awaitable[Any]]) -> Calla
         began = time.perf_counter()
         code = "OK"
         try:
-            with rpc.deadline(context.time_remaining()):
-                return await behaviour(request, context)
+            return await behaviour(request, context)
         except FarmError as error:
             code = error.reason
             await _abort(context, error)

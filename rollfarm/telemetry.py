@@ -4,6 +4,7 @@ import contextvars
 import logging
 import sys
 import uuid
+from typing import Any
 
 import prometheus_client
 import structlog
@@ -13,6 +14,7 @@ from rollfarm.config import EXIT_PORT_IN_USE, Listen, Telemetry
 TRACE_METADATA = "traceparent"
 
 trace_id: contextvars.ContextVar[str] = contextvars.ContextVar("trace_id", default="")
+"""32 hexadecimal digits, shared by all that one episode or training step sets off in any service. Empty is none."""
 
 RPC_SECONDS = prometheus_client.Histogram(
     "rollfarm_rpc_server_seconds",
@@ -42,6 +44,7 @@ def configure_logging(service: str, telemetry: Telemetry) -> None:
     level = getattr(logging, telemetry.log_level.upper())
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
+        _add_trace,
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=telemetry.log_format == "json"),
     ]
@@ -64,16 +67,21 @@ def configure_logging(service: str, telemetry: Telemetry) -> None:
     logging.basicConfig(level=max(level, logging.WARNING), stream=sys.stderr, force=True)
 
 
-def new_trace_id() -> str:
-    """A W3C trace id: 32 hexadecimal digits."""
-    return uuid.uuid4().hex
+def _add_trace(_logger: Any, _method: str, event: structlog.typing.EventDict) -> structlog.typing.EventDict:
+    """A line says which trace it belongs to, unless its event has said so itself."""
+    if trace := event.pop("trace_id", "") or trace_id.get():
+        event["trace_id"] = trace
+    return event
+
+
+def begin_trace() -> None:
+    """Begin a trace: log lines and calls of this asyncio task, and of those that it starts, carry it from here on."""
+    trace_id.set(_new_id())
 
 
 def traceparent() -> str:
-    """The W3C traceparent header of the current trace, which is begun if there is none."""
-    if not trace_id.get():
-        trace_id.set(new_trace_id())
-    return f"00-{trace_id.get()}-{uuid.uuid4().hex[:16]}-01"
+    """The W3C traceparent header of the current trace; where there is none, of a new one for this call alone."""
+    return f"00-{trace_id.get() or _new_id()}-{uuid.uuid4().hex[:16]}-01"
 
 
 def adopt(header: str) -> None:
@@ -81,3 +89,7 @@ def adopt(header: str) -> None:
     parts = header.split("-")
     if len(parts) == 4 and len(parts[1]) == 32:
         trace_id.set(parts[1])
+
+
+def _new_id() -> str:
+    return uuid.uuid4().hex

@@ -137,6 +137,11 @@ class SimulatedEngine(engine_pb2_grpc.EngineServiceServicer):
         return list(self._open)
 
     @property
+    def traces(self) -> dict[str, str]:
+        """The trace of each request that it has."""
+        return {request_id: running.generation.trace_id for request_id, running in self._open.items()}
+
+    @property
     def is_stalled(self) -> bool:
         """Whether it has requests and each has used up `token_limit`."""
         return bool(self._open) and all(not self._may_go_on(running) for running in self._open.values())

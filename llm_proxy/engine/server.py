@@ -107,7 +107,12 @@ class EngineServer(engine_pb2_grpc.EngineServiceServicer):
                 accepted.append(decode(generation, key, self._adapter.limits))
                 stream.open.add(key)
             except FarmError as failure:
-                log.debug("generation refused", request_id=generation.request_id, cause=str(failure))
+                log.debug(
+                    "generation refused",
+                    request_id=generation.request_id,
+                    trace_id=generation.trace_id,
+                    cause=str(failure),
+                )
                 stream.put(Chunk(key, failure=failure))
         if accepted:
             self._adapter.submit(accepted)

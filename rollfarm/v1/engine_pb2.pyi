@@ -62,12 +62,15 @@ class Generation(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     SESSION_ID_FIELD_NUMBER: _builtins.int
     IMAGES_FIELD_NUMBER: _builtins.int
+    TRACE_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Unique among the caller's open requests."""
     prompt_token_ids: _builtins.bytes
     """[T] "<i4"."""
     session_id: _builtins.str
     """Turns of one episode share it; engines may keep its prefix cached. Empty is none."""
+    trace_id: _builtins.str
+    """The trace that it belongs to, 32 hexadecimal digits: requests of many traces share a stream. Empty is none."""
     @_builtins.property
     def sampling(self) -> _trajectory_pb2.Sampling:
         """How to sample."""
@@ -84,10 +87,11 @@ class Generation(_message.Message):
         sampling: _trajectory_pb2.Sampling | None = ...,
         session_id: _builtins.str = ...,
         images: _abc.Iterable[_trajectory_pb2.ImagePart] | None = ...,
+        trace_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["images", b"images", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["images", b"images", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "sampling", b"sampling", "session_id", b"session_id", "trace_id", b"trace_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -58,9 +58,13 @@ def tokenizer(template: str = TINY_TEMPLATE, *, eos: str = "<end>") -> PreTraine
 
 
 @asynccontextmanager
-async def serving(register: Callable[[aio.Server], None], port: int = 0) -> AsyncIterator[str]:
+async def serving(
+    register: Callable[[aio.Server], None], port: int = 0, *, interceptors: Sequence[aio.ServerInterceptor] = ()
+) -> AsyncIterator[str]:
     """Serve on loopback and yield host:port. Leaving cuts every call, as a crash would."""
-    server = aio.server(interceptors=[ErrorInterceptor()], options=[*rpc.MESSAGE_OPTIONS, ("grpc.so_reuseport", 0)])
+    server = aio.server(
+        interceptors=[ErrorInterceptor(), *interceptors], options=[*rpc.MESSAGE_OPTIONS, ("grpc.so_reuseport", 0)]
+    )
     register(server)
     bound = server.add_insecure_port(f"127.0.0.1:{port}")
     await server.start()
@@ -245,12 +249,13 @@ async def working(
     *,
     renderer: Renderer | None = None,
     context_tokens: int = 512,
+    interceptors: Sequence[aio.ServerInterceptor] = (),
     **config: Any,
 ) -> AsyncIterator[asyncio.Task[None]]:
     """A worker that plays what `buffer` leases. Leaving stops it as SIGTERM would; a bug in it rises here."""
     async with (
-        serving(buffer.register) as buffer_address,
-        serving((rewards or FakeRewards()).register) as reward_address,
+        serving(buffer.register, interceptors=interceptors) as buffer_address,
+        serving((rewards or FakeRewards()).register, interceptors=interceptors) as reward_address,
     ):
         settings = EnvManagerConfig(
             sample_buffer_address=buffer_address,

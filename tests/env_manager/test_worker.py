@@ -1,14 +1,16 @@
 """Leases, and what happens to them when others restart or change their mind."""
 
 import asyncio
+from collections import defaultdict
 
 import pytest
+from grpc import aio
 
 from env_manager.generator import Generator
-from rollfarm import rpc
+from rollfarm import rpc, telemetry
 from rollfarm.errors import JournalUnavailable
 from rollfarm.v1 import engine_pb2, llm_proxy_pb2, llm_proxy_pb2_grpc, sample_buffer_pb2, trajectory_pb2
-from tests.env_manager.fakes import FakeBuffer, FakeProxy, episode, serving, tokenizer, working
+from tests.env_manager.fakes import FakeBuffer, FakeProxy, FakeRewards, episode, serving, tokenizer, working
 
 TOKENIZER = tokenizer()
 LAKE = '{"size": 3, "holes": 0}'
@@ -99,6 +101,30 @@ async def test_a_result_is_handed_in_when_the_buffer_is_back():
         await buffer.ended()
 
     assert list(buffer.completed) == ["lease-0"]
+
+
+class Traces(aio.ServerInterceptor):
+    """Notes the trace of each call, by method."""
+
+    def __init__(self) -> None:
+        self.of: defaultdict[str, list[str]] = defaultdict(list)
+
+    async def intercept_service(self, continuation, handler_call_details):
+        header = dict(handler_call_details.invocation_metadata)[telemetry.TRACE_METADATA]
+        self.of[handler_call_details.method.rpartition("/")[2]].append(header.split("-")[1])
+        return await continuation(handler_call_details)
+
+
+async def test_an_episode_is_one_trace_in_every_service_that_it_calls():
+    buffer, proxy, rewards, traces = FakeBuffer(), FakeProxy(left), FakeRewards(), Traces()
+    buffer.add(*[episode(settings=LAKE, member=member) for member in range(2)])
+    async with serving(proxy.register) as address, working(buffer, address, rewards, interceptors=[traces]):
+        await buffer.ended(2)
+
+    asked = {request.generation.session_id: request.generation.trace_id for request in proxy.requests}
+    assert len(set(asked.values()) - {""}) == 2
+    assert set(traces.of["CompleteEpisode"]) == set(traces.of["Score"]) == set(asked.values())
+    assert not set(asked.values()) & set(traces.of["LeaseEpisodes"])
 
 
 async def test_a_bug_takes_the_worker_down_and_its_leases_are_given_back():

@@ -1,19 +1,24 @@
 """The kit's server and client over real sockets."""
 
 import asyncio
-from contextlib import asynccontextmanager
+import logging
+from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager
 
 import pytest
+import structlog
 
 from rollfarm import rpc, telemetry
-from rollfarm.config import Listen
+from rollfarm.config import Listen, Telemetry
 from rollfarm.errors import DeadlineExceeded, JournalUnavailable, Unavailable, UnknownRun
 from rollfarm.service import Changed, PortInUse, serve
+from rollfarm.v1 import engine_pb2, engine_pb2_grpc
 from rollfarm.v1 import trainer_pb2 as pb
 from rollfarm.v1 import trainer_pb2_grpc as grpc_stubs
+from tests.kit import support
+from tests.kit.support import LOOPBACK
 
-NAME = "rollfarm.v1.TrainerService"
-LOOPBACK = Listen()
+log = structlog.get_logger()
 
 
 class Trainer(grpc_stubs.TrainerServiceServicer):
@@ -25,6 +30,7 @@ class Trainer(grpc_stubs.TrainerServiceServicer):
     async def GetProgress(self, request, context):
         self.calls += 1
         self.trace = telemetry.trace_id.get()
+        log.info("asked", calls=self.calls)
         if self.calls < 3:
             raise JournalUnavailable("Redis is away.")
         return pb.GetProgressResponse(run_id="run")
@@ -37,23 +43,25 @@ class Trainer(grpc_stubs.TrainerServiceServicer):
         await asyncio.Event().wait()
 
 
-@asynccontextmanager
-async def serving(servicer: Trainer, listen: Listen = LOOPBACK):
-    stop = asyncio.Event()
-    port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+class Engine(engine_pb2_grpc.EngineServiceServicer):
+    def __init__(self) -> None:
+        self.remaining: list[float] = []
 
-    def register(server):
-        grpc_stubs.add_TrainerServiceServicer_to_server(servicer, server)
+    async def Generate(self, request_iterator, context):
+        async for _ in request_iterator:
+            self.remaining.append(rpc.remaining(1000))
+            yield engine_pb2.EngineServiceGenerateResponse()
 
-    server = asyncio.create_task(serve(register, listen, services=[NAME], stop=stop, started=port.set_result))
-    await asyncio.wait([server, port], return_when=asyncio.FIRST_COMPLETED)
-    if server.done():
-        await server
-    try:
-        yield f"127.0.0.1:{port.result()}"
-    finally:
-        stop.set()
-        await server
+
+def serving(trainer: Trainer, listen: Listen = LOOPBACK) -> AbstractAsyncContextManager[str]:
+    return support.serving(lambda server: grpc_stubs.add_TrainerServiceServicer_to_server(trainer, server), listen)
+
+
+@pytest.fixture
+def logging_restored() -> Iterator[None]:
+    yield
+    structlog.reset_defaults()
+    logging.basicConfig(handlers=[], force=True)
 
 
 async def test_a_server_error_arrives_as_the_same_class_with_its_facts():
@@ -68,13 +76,40 @@ async def test_a_server_error_arrives_as_the_same_class_with_its_facts():
 
 async def test_unavailable_is_retried_and_the_trace_travels():
     trainer = Trainer()
-    telemetry.trace_id.set("a" * 32)
     async with serving(trainer) as address, rpc.channel(address) as channel:
         stub = grpc_stubs.TrainerServiceStub(channel)
+        telemetry.trace_id.set("a" * 32)
 
         answer = await rpc.call(stub.GetProgress, pb.GetProgressRequest(), timeout=10)
 
     assert (answer.run_id, trainer.calls, trainer.trace) == ("run", 3, "a" * 32)
+
+
+@pytest.mark.parametrize("log_format", ["console", "json"])
+async def test_a_log_line_names_the_trace_of_the_call_behind_it(log_format, logging_restored, capsys):
+    telemetry.configure_logging("trainer", Telemetry(log_format=log_format))
+    trainer = Trainer()
+    async with serving(trainer) as address, rpc.channel(address) as channel:
+        stub = grpc_stubs.TrainerServiceStub(channel)
+        telemetry.begin_trace()
+
+        await rpc.call(stub.GetProgress, pb.GetProgressRequest(), timeout=10)
+
+    lines = [line.partition("trace_id")[2] for line in capsys.readouterr().err.splitlines() if "asked" in line]
+    assert len(lines) == 3
+    assert all(telemetry.trace_id.get() in line for line in lines)
+
+
+async def test_calls_outside_of_a_trace_have_each_their_own():
+    trainer, traces = Trainer(), set()
+    async with serving(trainer) as address, rpc.channel(address) as channel:
+        stub = grpc_stubs.TrainerServiceStub(channel)
+
+        for _ in range(2):
+            await rpc.call(stub.GetProgress, pb.GetProgressRequest(), timeout=10)
+            traces.add(trainer.trace)
+
+    assert len(traces - {""}) == 2
 
 
 async def test_without_retry_the_first_unavailable_is_raised():
@@ -98,6 +133,35 @@ async def test_a_deadline_is_enforced_and_passed_on():
 
     assert trainer.remaining is not None
     assert trainer.remaining <= 0.3
+
+
+async def test_a_stream_continues_the_deadline_of_its_caller_and_has_none_of_its_own():
+    engine = Engine()
+    async with (
+        support.serving(lambda server: engine_pb2_grpc.add_EngineServiceServicer_to_server(engine, server)) as address,
+        rpc.channel(address) as channel,
+    ):
+        stub = engine_pb2_grpc.EngineServiceStub(channel)
+        for call in (stub.Generate(timeout=5), stub.Generate()):
+            await call.write(engine_pb2.EngineServiceGenerateRequest())
+            await call.read()
+            call.cancel()
+
+    bounded, unbounded = engine.remaining
+    assert 0 < bounded <= 5
+    assert unbounded == 1000
+
+
+async def test_what_is_detached_from_a_call_outlives_its_deadline():
+    async def left() -> float:
+        return rpc.remaining(1000)
+
+    rpc.adopt_deadline(5)
+    telemetry.begin_trace()
+
+    assert await asyncio.create_task(left()) <= 5
+    assert await asyncio.create_task(left(), context=rpc.detached()) == 1000
+    assert rpc.detached()[telemetry.trace_id] == telemetry.trace_id.get()
 
 
 async def test_a_service_that_is_away_is_unavailable():

@@ -19,16 +19,16 @@ SECONDS = 20.0
 
 
 def asked(request_id: str, *, prompt: list[int] | None = None, max_tokens: int = 4, **more: Any) -> Any:
-    """A request; `more` are fields of Sampling, of Generation (session_id) or of ProxiedGeneration."""
+    """A request; `more` are fields of Sampling, of Generation (session_id, trace_id) or of ProxiedGeneration."""
     own = {name: more.pop(name) for name in ("min_version", "exact_version", "priority") if name in more}
-    session_id = more.pop("session_id", "")
+    ids = {name: more.pop(name) for name in ("session_id", "trace_id") if name in more}
     table: dict[str, Any] = {"temperature": 1.0, **more}
     sampling = trajectory_pb2.Sampling(max_tokens=max_tokens, **table)
     generation = engine_pb2.Generation(
         request_id=request_id,
         prompt_token_ids=tokens.pack_ids([1, 2, 3] if prompt is None else prompt),
         sampling=sampling,
-        session_id=session_id,
+        **ids,
     )
     return llm_proxy_pb2.ProxiedGeneration(generation=generation, **own)
 

@@ -277,6 +277,29 @@ async def test_an_engine_that_comes_back_on_its_port_serves_again() -> None:
             assert_exact(await proxy.generate(asked("a")))
 
 
+async def test_an_attached_engine_outlives_the_deadline_of_the_call_that_attached_it() -> None:
+    async with SimulatedEngine().serve() as address, run_proxy() as proxy:
+        await rpc.call(proxy.stub.AttachEngine, llm_proxy_pb2.AttachEngineRequest(address=address), timeout=0.3)
+        serving = await proxy.serving()
+
+        much_later = llm_proxy_pb2.ListEnginesRequest(after_revision=serving.revision)
+        listed = await rpc.call(proxy.stub.ListEngines, much_later, timeout=1)
+
+        assert listed == serving
+
+
+async def test_a_generation_takes_its_trace_to_the_engine() -> None:
+    engine = SimulatedEngine(token_limit=0)
+    async with engine.serve() as address, run_proxy(address) as proxy:
+        call = proxy.stub.GenerateMany(timeout=SECONDS)
+        generations = [asked(name, trace_id=name * 32) for name in "ab"]
+        await call.write(llm_proxy_pb2.GenerateManyRequest(generations=generations))
+
+        await engine.until(lambda: engine.traces == {"a": "a" * 32, "b": "b" * 32})
+
+        call.cancel()
+
+
 class Unstamped(SimulatedEngine):
     """Sends a token without a version."""
 
