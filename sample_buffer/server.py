@@ -141,7 +141,13 @@ class SampleBuffer(sample_buffer_pb2_grpc.SampleBufferServiceServicer):
         )
         groups = views.raw_groups(ledger.runs.run(request.run_id), batch, ledger.payload)
         await ledger.durable()
-        log.info("batch leased", step=batch.step, groups=len(batch.groups), redelivered=redelivered)
+        log.info(
+            "batch leased",
+            step=batch.step,
+            groups=len(batch.groups),
+            redelivered=redelivered,
+            trainer_id=request.trainer_id,
+        )
         for message in wire.messages(head, groups):
             yield message
 

@@ -36,9 +36,6 @@ class TrainerConfig(Config):
     telemetry: Telemetry = Telemetry()
     """Logs and metrics."""
 
-    trainer_id: str = "trainer"
-    """Names this trainer to sample_buffer."""
-
     sample_buffer_address: str = "127.0.0.1:7703"
     """host:port of sample_buffer."""
 

@@ -17,10 +17,10 @@ import structlog
 from rollfarm.config import ConfigError
 from rollfarm.errors import InvalidArgument, RunMismatch
 from rollfarm.v1 import sample_buffer_pb2, trainer_pb2
+from trainer.buffer import BufferClient, LeasedBatch
 from trainer.checkpoints import Checkpoints, CheckpointState, replace_folder
 from trainer.config import TrainerRoot
 from trainer.controls import Controls, Draining
-from trainer.farm import LeasedBatch, SampleBuffer
 from trainer.learner import Learner
 from trainer.progress import Progress, StepReport, ValidationReport
 from trainer.weights.publisher import Publisher
@@ -44,7 +44,7 @@ class Controller:
         self,
         root: TrainerRoot,
         build: Callable[[], Learner],
-        buffer: SampleBuffer,
+        buffer: BufferClient,
         publisher: Publisher,
         checkpoints: Checkpoints,
         progress: Progress,

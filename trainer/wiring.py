@@ -1,6 +1,8 @@
 """Puts the trainer together, in order."""
 
 import asyncio
+import socket
+import uuid
 
 import torch
 from grpc import aio
@@ -9,12 +11,12 @@ from rollfarm import rpc, service
 from rollfarm.config import ConfigError
 from rollfarm.v1 import llm_proxy_pb2_grpc, sample_buffer_pb2_grpc, trainer_pb2_grpc
 from trainer import ranks, warm_start
+from trainer.buffer import BufferClient
 from trainer.checkpoints import Checkpoints
 from trainer.config import TrainerConfig, TrainerRoot
 from trainer.controller import Controller
 from trainer.controls import Controls
 from trainer.create_model import ensure_model
-from trainer.farm import SampleBuffer
 from trainer.learner import build_backend, build_learner, objectives
 from trainer.objective import advantage_of
 from trainer.progress import Progress
@@ -60,10 +62,10 @@ async def serve(root: TrainerRoot) -> None:
         controller = Controller(
             root,
             lambda: build_learner(root),
-            SampleBuffer(
+            BufferClient(
                 sample_buffer_pb2_grpc.SampleBufferServiceStub(buffer),
                 run_id=root.run.name,
-                trainer_id=config.trainer_id,
+                trainer_id=f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}",
             ),
             publisher,
             Checkpoints(root.run.path / "checkpoints", run_id=root.run.name, keep=config.keep_checkpoints),

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 
 import prometheus_client
 import pytest
+from structlog.testing import capture_logs
 
 from rollfarm import rpc, service
 from rollfarm.config import Listen
@@ -165,6 +166,16 @@ async def test_trajectories_and_their_lineage_can_be_read(served: Served) -> Non
     assert len(page.trajectories) == 3
     assert story.trajectory == newest
     assert [one.event for one in story.transitions] == ["admitted", "leased", "completed"]
+
+
+async def test_the_log_names_the_trainer_that_took_a_batch(served: Served) -> None:
+    await served.configure()
+    await complete_all(served.stub, await lease_all(served.stub))
+
+    with capture_logs() as lines:
+        await take_batch(served.stub, 0)
+
+    assert [line["trainer_id"] for line in lines if line["event"] == "batch leased"] == ["trainer"]
 
 
 async def test_mistakes_come_back_as_their_own_class(served: Served) -> None:

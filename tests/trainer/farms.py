@@ -16,11 +16,11 @@ from rollfarm import rpc
 from rollfarm.run import DomainConfig, ModelConfig, RunConfig, SamplingConfig
 from rollfarm.v1 import llm_proxy_pb2_grpc, sample_buffer_pb2, sample_buffer_pb2_grpc
 from tests.trainer.stand_ins import play_forever, serving_proxy
+from trainer.buffer import BufferClient
 from trainer.checkpoints import Checkpoints
 from trainer.config import TrainerConfig, TrainerRoot
 from trainer.controller import Controller
 from trainer.controls import Controls
-from trainer.farm import SampleBuffer
 from trainer.learner import build_learner
 from trainer.progress import Progress
 from trainer.weights.gloo import Links
@@ -61,7 +61,7 @@ class Farm:
         controller = Controller(
             self.root,
             lambda: build_learner(self.root),
-            SampleBuffer(self.buffer, run_id=run.name, trainer_id="trainer"),
+            BufferClient(self.buffer, run_id=run.name, trainer_id="trainer"),
             publisher,
             Checkpoints(run.path / "checkpoints", run_id=run.name, keep=2),
             progress,

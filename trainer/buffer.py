@@ -32,7 +32,7 @@ class LeasedBatch:
     """In training order."""
 
 
-class SampleBuffer:
+class BufferClient:
     """sample_buffer as the trainer of one run uses it."""
 
     def __init__(
