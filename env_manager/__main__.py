@@ -16,11 +16,11 @@ def main() -> None:
     # Here, because transformers takes a second, which --help and a wrong flag shall not.
     from env_manager.model import load
     from env_manager.rendering import Renderer
-    from env_manager.server import open_worker
+    from env_manager.wiring import open_worker
 
     async def serve(config: EnvManagerConfig, renderer: Renderer, context_tokens: int) -> None:
         async with open_worker(config, renderer, context_tokens) as loops:
-            # Its service, EnvManagerService, is for workers that dial in; it serves its health alone.
+            # It serves its health alone.
             await service.serve(lambda server: None, config.listen, *loops, services=[])
 
     try:

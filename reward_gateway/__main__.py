@@ -4,7 +4,8 @@ import sys
 
 from reward_gateway.config import RewardGatewayConfig, RewardGatewayRoot
 from reward_gateway.scoring import Plan, plan
-from reward_gateway.server import SERVICE, open_gateway
+from reward_gateway.server import SERVICE
+from reward_gateway.wiring import open_gateway
 from rollfarm import service
 from rollfarm.config import ConfigError, exit_bad_config, load_or_exit
 from rollfarm.telemetry import start_telemetry

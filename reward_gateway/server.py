@@ -1,17 +1,15 @@
 """RewardGatewayService: asks each of the domain's rewards, and adds up."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import prometheus_client
 import structlog
 from grpc import aio
 
-from reward_gateway.config import RewardGatewayConfig
 from reward_gateway.pool import WorkerPool
-from reward_gateway.scoring import External, Here, InWorker, Plan, Share, combine, plan, shares_of
+from reward_gateway.scoring import External, Here, InWorker, Plan, Share, combine, shares_of
 from rollfarm import reward, rpc
 from rollfarm.errors import FarmError, RewardFailed
 from rollfarm.reward import read_episode, read_score, score
@@ -32,8 +30,8 @@ SECONDS = prometheus_client.Histogram(
 )
 
 
-class RewardGateway(reward_gateway_pb2_grpc.RewardGatewayServiceServicer):
-    """Scores episodes. Make it with `open_gateway`."""
+class RewardGatewayServicer(reward_gateway_pb2_grpc.RewardGatewayServiceServicer):
+    """Scores episodes. `reward_gateway.wiring` makes it."""
 
     def __init__(
         self,
@@ -102,19 +100,3 @@ def _value(answer: reward.Score | BaseException) -> reward.Score:
     if isinstance(answer, BaseException):
         raise answer
     return answer
-
-
-@asynccontextmanager
-async def open_gateway(config: RewardGatewayConfig, shares: Plan | None = None) -> AsyncIterator[RewardGateway]:
-    """The gateway with its workers and its channels, for as long as the context lasts."""
-    shares = plan(config) if shares is None else shares
-    wheres = [share.where for domain in shares.values() for share in domain]
-    async with AsyncExitStack() as stack:
-        pool = None
-        if any(isinstance(where, InWorker) for where in wheres):
-            pool = await stack.enter_async_context(WorkerPool(config.workers))
-        external = {}
-        for address in {where.address for where in wheres if isinstance(where, External)}:
-            channel = await stack.enter_async_context(rpc.channel(address))
-            external[address] = reward_gateway_pb2_grpc.RewardServiceStub(channel)
-        yield RewardGateway(shares, pool, external, config.timeout_seconds)

@@ -263,7 +263,7 @@ class _Session:
     step: environment_pb2.StepResponse | None = None
 
 
-class EnvironmentServer(environment_pb2_grpc.EnvironmentServiceServicer):
+class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
     """Serves environments. A retried call gets the first answer; calls of one episode run one at a time."""
 
     def __init__(self, kinds: Sequence[Kind], *, max_sessions: int = 10_000) -> None:
@@ -372,6 +372,6 @@ def serve(*kinds: Kind, argv: Sequence[str] | None = None) -> NoReturn:
     )
     options = parser.parse_args(argv)
     configure_logging("environment", Telemetry())
-    server = EnvironmentServer(kinds, max_sessions=options.max_sessions)
+    server = EnvironmentServicer(kinds, max_sessions=options.max_sessions)
     listen = Listen(host=options.host, port=options.port)
     service.run(lambda: service.serve(server.register, listen, services=[SERVICE]))

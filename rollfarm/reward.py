@@ -148,7 +148,7 @@ async def score(name: str, function: Reward, episode: Episode) -> Score:
     return read_score(name, returned)
 
 
-class RewardServer(reward_gateway_pb2_grpc.RewardServiceServicer):
+class RewardServicer(reward_gateway_pb2_grpc.RewardServiceServicer):
     """Serves one reward under any name."""
 
     def __init__(self, function: Reward) -> None:
@@ -171,6 +171,6 @@ def serve(function: Reward, *, argv: Sequence[str] | None = None) -> NoReturn:
     parser.add_argument("--port", type=int, default=7740, help="0 lets the system choose (default: %(default)s)")
     options = parser.parse_args(argv)
     configure_logging("reward", Telemetry())
-    server = RewardServer(function)
+    server = RewardServicer(function)
     listen = Listen(host=options.host, port=options.port)
     service.run(lambda: service.serve(server.register, listen, services=[SERVICE]))

@@ -18,7 +18,7 @@ from sample_buffer.journal import Journal, MemoryJournal
 from sample_buffer.ledger import RECOVER_SECONDS, Ledger
 from sample_buffer.metrics import StateCollector
 from sample_buffer.redis_journal import RedisJournal
-from sample_buffer.server import SERVICE, SampleBuffer
+from sample_buffer.server import SERVICE, SampleBufferServicer
 
 PROG = "python -m sample_buffer"
 
@@ -84,7 +84,7 @@ async def main(config: SampleBufferConfig, journal: Journal) -> None:
         await open_ledger(config, ledger)
         prometheus_client.REGISTRY.register(StateCollector(lambda: ledger.runs))
         stop = service.stop_on_signal()
-        buffer = SampleBuffer(ledger, stop)
+        buffer = SampleBufferServicer(ledger, stop)
         loops = (ledger.run, ledger.tick, buffer.wake_on_stop)
         await service.serve(buffer.register, config.listen, *loops, services=[SERVICE], stop=stop)
     finally:

@@ -24,7 +24,7 @@ SERVICE = pb.DESCRIPTOR.services_by_name["SampleBufferService"].full_name
 Context = aio.ServicerContext[Any, Any]
 
 
-class SampleBuffer(sample_buffer_pb2_grpc.SampleBufferServiceServicer):
+class SampleBufferServicer(sample_buffer_pb2_grpc.SampleBufferServiceServicer):
     """The service."""
 
     def __init__(self, ledger: Ledger, stop: asyncio.Event) -> None:

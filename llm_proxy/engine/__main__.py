@@ -23,11 +23,11 @@ def main() -> None:
 async def serve(root: EngineRoot) -> None:
     """Start the engine, and serve it until it or the process is told to end."""
     from llm_proxy.engine import adapters, metrics
-    from llm_proxy.engine.server import SERVICE, EngineServer
+    from llm_proxy.engine.server import SERVICE, EngineServicer
     from rollfarm.v1 import engine_pb2_grpc
 
     adapter = adapters.make(root)
-    server = EngineServer(adapter)
+    server = EngineServicer(adapter)
     try:
         await adapter.start(server.deliver)
     except ConfigError as error:

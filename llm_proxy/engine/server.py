@@ -50,7 +50,7 @@ class _Stream:
         return chunks
 
 
-class EngineServer(engine_pb2_grpc.EngineServiceServicer):
+class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     """Adapts gRPC to an Adapter."""
 
     def __init__(self, adapter: Adapter) -> None:

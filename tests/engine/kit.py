@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from llm_proxy.engine import adapters
 from llm_proxy.engine.config import EngineConfig, EngineRoot
 from llm_proxy.engine.receiver import in_thread
-from llm_proxy.engine.server import SERVICE, EngineServer
+from llm_proxy.engine.server import SERVICE, EngineServicer
 from rollfarm import buckets, rpc, service
 from rollfarm.config import Listen
 from rollfarm.run import ModelConfig
@@ -175,7 +175,7 @@ class Host:
 @asynccontextmanager
 async def serve(root: EngineRoot) -> AsyncIterator[Host]:
     adapter = adapters.make(root)
-    server = EngineServer(adapter)
+    server = EngineServicer(adapter)
     await adapter.start(server.deliver)
     port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
     stop = asyncio.Event()

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from env_manager.config import EnvManagerConfig
 from env_manager.rendering import Renderer
-from env_manager.server import open_worker
+from env_manager.wiring import open_worker
 from rollfarm import rpc, tokens
 from rollfarm.errors import FarmError, LeaseExpired, to_failure
 from rollfarm.service import Changed, ErrorInterceptor, poll_seconds

@@ -10,7 +10,7 @@ import pytest
 
 from env_manager.rendering import Renderer
 from rollfarm import tokens
-from rollfarm.env import Environment, EnvironmentServer, Observation, Step
+from rollfarm.env import Environment, EnvironmentServicer, Observation, Step
 from rollfarm.errors import InvalidArgument, InvalidTrajectory, RewardFailed
 from rollfarm.v1 import sample_buffer_pb2, trajectory_pb2
 from tests.env_manager.fakes import (
@@ -289,7 +289,7 @@ class Stubborn(Environment):
 
 async def test_an_environment_on_a_server_is_played_over_the_network():
     rewards = FakeRewards()
-    async with serving(EnvironmentServer([Stubborn]).register) as server:
+    async with serving(EnvironmentServicer([Stubborn]).register) as server:
         buffer, _ = await play_one(episode("stubborn"), saying("left"), rewards, servers=[server])
 
     (trajectory,) = buffer.completed.values()
@@ -312,7 +312,7 @@ async def test_a_served_environment_that_misbehaves_fails_its_episode_alone(how:
     buffer, proxy = FakeBuffer(), FakeProxy(saying("left"))
     buffer.add(episode("stubborn", settings=f'{{"how": "{how}"}}'), episode("stubborn"))
     async with (
-        serving(EnvironmentServer([Stubborn]).register) as server,
+        serving(EnvironmentServicer([Stubborn]).register) as server,
         serving(proxy.register) as address,
         working(buffer, address, servers=[server], environment_seconds=0.5),
     ):
@@ -339,10 +339,10 @@ async def test_an_episode_whose_environment_server_restarted_fails():
     buffer.add(episode("stubborn"))
     async with AsyncExitStack() as stack:
         address = await stack.enter_async_context(serving(proxy.register))
-        async with serving(EnvironmentServer([Stubborn]).register) as server:
+        async with serving(EnvironmentServicer([Stubborn]).register) as server:
             await stack.enter_async_context(working(buffer, address, servers=[server]))
             await asked.wait()
-        await stack.enter_async_context(serving(EnvironmentServer([Stubborn]).register, int(server.split(":")[1])))
+        await stack.enter_async_context(serving(EnvironmentServicer([Stubborn]).register, int(server.split(":")[1])))
         answer.set()
         await buffer.ended()
 

@@ -65,7 +65,7 @@ def test_a_wrong_configuration_ends_the_process_with_status_2_and_a_remedy(flags
 
 def test_the_worker_imports_no_torch():
     code = (
-        "import sys, env_manager.server, env_manager.__main__\n"
+        "import sys, env_manager.wiring, env_manager.__main__\n"
         "from env_manager.model import load\n"
         "try: load('/nowhere/at/all', {}, 0)\n"
         "except Exception as error: assert 'no usable model' in str(error)\n"

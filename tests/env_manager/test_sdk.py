@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rollfarm import rpc
-from rollfarm.env import Environment, EnvironmentServer, Observation, Play, Step, name_of
+from rollfarm.env import Environment, EnvironmentServicer, Observation, Play, Step, name_of
 from rollfarm.errors import EnvironmentFailed, InvalidArgument, UnknownEnvironment, UnknownSession
 from rollfarm.v1 import environment_pb2, environment_pb2_grpc, trajectory_pb2
 from tests.env_manager.fakes import serving
@@ -52,7 +52,7 @@ class Waiting(Environment):
 
 @asynccontextmanager
 async def serving_count_down(**settings):
-    server = EnvironmentServer([CountDown, Waiting], **settings)
+    server = EnvironmentServicer([CountDown, Waiting], **settings)
     async with serving(server.register) as address, rpc.channel(address) as channel:
         yield Client(environment_pb2_grpc.EnvironmentServiceStub(channel))
 

@@ -7,7 +7,7 @@ from typing import Any
 from grpc import aio
 
 from reward_gateway.config import RewardGatewayConfig
-from reward_gateway.server import open_gateway
+from reward_gateway.wiring import open_gateway
 from rollfarm import rpc
 from rollfarm.service import ErrorInterceptor
 from rollfarm.v1 import reward_gateway_pb2, reward_gateway_pb2_grpc, trajectory_pb2

@@ -8,10 +8,10 @@ import sys
 import pytest
 
 from reward_gateway.pool import WorkerPool
-from reward_gateway.server import open_gateway
+from reward_gateway.wiring import open_gateway
 from rollfarm import rpc
 from rollfarm.errors import RewardFailed, UnknownDomain
-from rollfarm.reward import Episode, RewardServer
+from rollfarm.reward import Episode, RewardServicer
 from tests.reward_gateway.support import OWN, config, episode, scoring, serving
 
 
@@ -138,7 +138,7 @@ def brevity(episode: Episode) -> float:
 
 
 async def test_an_external_scorer_is_asked_by_name():
-    async with serving(RewardServer(brevity).register) as address:
+    async with serving(RewardServicer(brevity).register) as address:
         rewards = config({"name": "judge", "weight": 2.0}, external={"judge": {"address": address}})
         async with scoring(rewards) as score:
             response = await score(episode("four"))
@@ -162,7 +162,7 @@ async def test_no_worker_is_started_where_none_is_needed():
 
 def test_the_gateway_itself_imports_no_sympy():
     code = (
-        "import sys, reward_gateway.server, reward_gateway.__main__\n"
+        "import sys, reward_gateway.wiring, reward_gateway.__main__\n"
         "assert not {'sympy', 'math_verify', 'torch', 'transformers'} & set(sys.modules)"
     )
 

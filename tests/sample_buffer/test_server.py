@@ -16,7 +16,7 @@ from sample_buffer.config import SampleBufferConfig
 from sample_buffer.journal import MemoryJournal
 from sample_buffer.ledger import Ledger
 from sample_buffer.metrics import StateCollector
-from sample_buffer.server import SERVICE, SampleBuffer
+from sample_buffer.server import SERVICE, SampleBufferServicer
 from tests.sample_buffer.support import complete_all, lease_all, make_spec, play, request_id, take_batch
 
 
@@ -52,7 +52,7 @@ async def served() -> AsyncIterator[Served]:
     await ledger.open()
     stop = asyncio.Event()
     port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-    buffer = SampleBuffer(ledger, stop)
+    buffer = SampleBufferServicer(ledger, stop)
     loops = (ledger.run, ledger.tick, buffer.wake_on_stop)
     listen = Listen(drain_seconds=30)
     serving = asyncio.create_task(
