@@ -28,7 +28,7 @@ def main() -> None:
     except ConfigError as error:
         exit_bad_config(PROG, error)
     start_telemetry("env_manager", config.telemetry, config.listen)
-    service.run(lambda: serve(config, renderer, context_tokens))
+    service.run(lambda: serve(config, renderer, context_tokens), port_flag="--env_manager.listen.port")
 
 
 if __name__ == "__main__":

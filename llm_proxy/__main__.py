@@ -30,7 +30,7 @@ def main() -> None:
             stop=stop,
         )
 
-    run(wire)
+    run(wire, port_flag="--llm_proxy.listen.port")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ def main() -> None:
     except ConfigError as error:
         exit_bad_config(PROG, error)
     start_telemetry("reward_gateway", config.telemetry, config.listen)
-    service.run(lambda: serve(config, shares))
+    service.run(lambda: serve(config, shares), port_flag="--reward_gateway.listen.port")
 
 
 if __name__ == "__main__":

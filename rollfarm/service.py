@@ -144,9 +144,7 @@ async def serve(
     try:
         port = server.add_insecure_port(listen.address)
     except RuntimeError as error:
-        raise PortInUse(
-            f"Cannot listen on {listen.address}. Stop what uses the port, or choose another with listen.port."
-        ) from error
+        raise PortInUse(f"Cannot listen on {listen.address}.") from error
     await server.start()
     try:
         async with asyncio.TaskGroup() as group:
@@ -170,12 +168,15 @@ async def _run(loop: Loop) -> None:
     await loop()
 
 
-def run(main: Callable[[], Awaitable[None]]) -> NoReturn:
-    """Run a service's main and exit: 0 after a drain, 3 when the port is taken, 1 with a traceback for a bug."""
+def run(main: Callable[[], Awaitable[None]], *, port_flag: str = "--port") -> NoReturn:
+    """Run a service's main and exit: 0 after a drain, 3 when the port is taken, 1 with a traceback for a bug.
+
+    `port_flag` is what the service's command line calls its port.
+    """
     try:
         asyncio.run(_run(main))
     except PortInUse as error:
-        print(error, file=sys.stderr)
+        print(f"{error} Stop what uses the port, or choose another with {port_flag}.", file=sys.stderr)
         raise SystemExit(EXIT_PORT_IN_USE) from None
     raise SystemExit(0)
 

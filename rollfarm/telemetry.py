@@ -33,7 +33,7 @@ def start_telemetry(service: str, telemetry: Telemetry, listen: Listen) -> None:
         except OSError as error:
             print(
                 f"Cannot serve metrics on {listen.host}:{telemetry.metrics_port}: {error.strerror}. Stop what uses the "
-                f"port, or choose another with {service}.telemetry.metrics_port.",
+                f"port, or choose another with --{service}.telemetry.metrics_port.",
                 file=sys.stderr,
             )
             raise SystemExit(EXIT_PORT_IN_USE) from None

@@ -70,10 +70,7 @@ def check_port(listen: Listen) -> None:
         try:
             probe.bind((listen.host, listen.port))
         except OSError as error:
-            raise service.PortInUse(
-                f"Cannot listen on {listen.address}: {error.strerror}. Stop what uses the port, or choose another with "
-                "--sample_buffer.listen.port."
-            ) from error
+            raise service.PortInUse(f"Cannot listen on {listen.address}: {error.strerror}.") from error
 
 
 async def main(config: SampleBufferConfig, journal: Journal) -> None:
@@ -107,7 +104,7 @@ def cli(argv: list[str]) -> NoReturn:
 def _serve(config: SampleBufferConfig) -> NoReturn:
     try:
         journal = make_journal(config)
-        service.run(lambda: main(config, journal))
+        service.run(lambda: main(config, journal), port_flag="--sample_buffer.listen.port")
     except ConfigError as error:
         exit_bad_config(PROG, error)
 

@@ -22,7 +22,7 @@ def main(argv: list[str]) -> None:
             wiring.follow(root)
             return
         telemetry.start_telemetry("trainer", root.trainer.telemetry, root.trainer.listen)
-        service.run(lambda: wiring.serve(root))
+        service.run(lambda: wiring.serve(root), port_flag="--trainer.listen.port")
     except ConfigError as error:
         exit_bad_config(PROG, error)
 

@@ -17,7 +17,7 @@ def main() -> None:
     except ConfigError as error:
         exit_bad_config(PROG, error)
     start_telemetry("engine", root.engine.telemetry, root.engine.listen)
-    service.run(lambda: serve(root))
+    service.run(lambda: serve(root), port_flag="--engine.listen.port")
 
 
 async def serve(root: EngineRoot) -> None:

@@ -50,6 +50,7 @@ def test_a_port_in_use_is_said_so(tied_model: Path) -> None:
 
     assert ended.returncode == 3
     assert "Cannot listen on" in ended.stderr
+    assert "--engine.listen.port" in ended.stderr
 
 
 def test_help_imports_no_torch() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import socket
 from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager
 
@@ -11,7 +12,7 @@ import structlog
 from rollfarm import rpc, telemetry
 from rollfarm.config import Listen, Telemetry
 from rollfarm.errors import DeadlineExceeded, JournalUnavailable, Unavailable, UnknownRun
-from rollfarm.service import Changed, PortInUse, serve
+from rollfarm.service import Changed, PortInUse, run, serve
 from rollfarm.v1 import engine_pb2, engine_pb2_grpc
 from rollfarm.v1 import trainer_pb2 as pb
 from rollfarm.v1 import trainer_pb2_grpc as grpc_stubs
@@ -182,9 +183,32 @@ async def test_health_says_serving_and_a_drained_server_is_gone():
 async def test_a_taken_port_is_refused_with_a_remedy():
     async with serving(Trainer()) as address:
         port = int(address.split(":")[1])
-        with pytest.raises(PortInUse, match="choose another"):
+        with pytest.raises(PortInUse, match=f"Cannot listen on {address}"):
             async with serving(Trainer(), Listen(port=port)):
                 pass
+
+
+def serve_grpc(port: int) -> None:
+    run(lambda: serve(lambda server: None, Listen(port=port), services=[]), port_flag="--trainer.listen.port")
+
+
+def serve_metrics(port: int) -> None:
+    telemetry.start_telemetry("trainer", Telemetry(metrics_port=port), LOOPBACK)
+
+
+@pytest.mark.parametrize(
+    ("start", "flag"), [(serve_grpc, "--trainer.listen.port"), (serve_metrics, "--trainer.telemetry.metrics_port")]
+)
+def test_a_service_whose_port_is_taken_exits_and_names_the_flag_for_another(start, flag, logging_restored, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(SystemExit) as ended:
+            start(port)
+
+    assert ended.value.code == 3
+    said = capsys.readouterr().err
+    assert f"127.0.0.1:{port}" in said
+    assert said.endswith(f"Stop what uses the port, or choose another with {flag}.\n")
 
 
 async def test_a_loop_that_raises_takes_the_service_down():

@@ -83,6 +83,7 @@ async def test_a_second_sample_buffer_on_a_taken_port_leaves_the_first_one_alone
 
         assert second.returncode == 3
         assert b"Cannot listen" in stderr
+        assert b"--sample_buffer.listen.port" in stderr
         assert (await configure(first.stub)).created
 
 
