@@ -1,11 +1,20 @@
 """What env_manager reads from the farm's file."""
 
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any
 
 from pydantic import Field
 
-from rollfarm.config import Config, Listen, Root, Telemetry
-from rollfarm.run import ModelConfig
+from env_manager.environments import ENVIRONMENTS
+from env_manager.environments.solvable import Solvable
+from rollfarm.config import Config, ConfigError, Listen, Root, Telemetry
+from rollfarm.env import Environment
+from rollfarm.registry import check_settings, resolve
+from rollfarm.run import DomainConfig, ModelConfig, RunConfig
+
+MISSING_WORDS = 5
+"""Most words that a message names."""
 
 
 class EnvManagerConfig(Config):
@@ -67,8 +76,46 @@ class EnvManagerConfig(Config):
 class EnvManagerRoot(Root):
     """The tables that env_manager reads."""
 
+    run: RunConfig = RunConfig()
+    """Its domains' environments and settings are checked here; each task brings its own."""
+
     model: ModelConfig = ModelConfig()
     """The policy's model: its tokenizer and its context are read here."""
 
     env_manager: EnvManagerConfig = EnvManagerConfig()
     """This service."""
+
+    def check(self) -> None:
+        self.model.check()
+        for domain in self.run.domains:
+            if domain.environment in ENVIRONMENTS or ":" in domain.environment or not self.env_manager.servers:
+                self._check_domain(domain)
+
+    def _check_domain(self, domain: DomainConfig) -> None:
+        """Check what is not a server's to know."""
+        owner = f"run.domains: {domain.name!r}"
+        try:
+            kind = resolve(ENVIRONMENTS, domain.environment, what="environment")
+            if not (isinstance(kind, type) and issubclass(kind, Environment)):
+                raise ConfigError(f"{domain.environment!r} is not a subclass of rollfarm.env.Environment.")
+            settings = check_settings(kind, domain.settings, owner=domain.environment)
+        except ConfigError as error:
+            raise ConfigError(f"{owner}: {error}") from None
+        if issubclass(kind, Solvable) and self.model.create is not None and self.model.is_created:
+            known = set(self.model.create.words.split())
+            missing = list(islice(_unknown(kind(**settings).words(), known), MISSING_WORDS + 1))
+            if missing:
+                named = ", ".join(missing[:MISSING_WORDS]) + (" and more" if missing[MISSING_WORDS:] else "")
+                raise ConfigError(
+                    f"model.create.words: {named} missing, which {domain.environment} shows or takes. Add them: an "
+                    "unknown word becomes <unk>, and cannot be told from another."
+                )
+
+
+def _unknown(words: Iterable[str], known: set[str]) -> Iterator[str]:
+    """The words that are not known, each once."""
+    told = set(known)
+    for word in words:
+        if word not in told:
+            told.add(word)
+            yield word

@@ -17,8 +17,6 @@ def load(path: str, variables: dict[str, Any], context_tokens: int) -> tuple[Ren
 
     Raises ConfigError with the remedy.
     """
-    if not path:
-        raise ConfigError("model.path: missing. Set it to a model's folder, or to its name on the hub.")
     with _without_torch():
         from transformers import AutoConfig, AutoTokenizer
     try:

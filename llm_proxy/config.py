@@ -70,3 +70,4 @@ class LlmProxyRoot(Root):
     """The tables that llm_proxy reads."""
 
     llm_proxy: LlmProxyConfig = LlmProxyConfig()
+    """This service."""

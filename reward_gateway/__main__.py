@@ -7,7 +7,7 @@ from reward_gateway.scoring import Plan, plan
 from reward_gateway.server import SERVICE
 from reward_gateway.wiring import open_gateway
 from rollfarm import service
-from rollfarm.config import ConfigError, exit_bad_config, load_or_exit
+from rollfarm.config import load_or_exit
 from rollfarm.telemetry import start_telemetry
 
 PROG = "python -m reward_gateway"
@@ -20,10 +20,7 @@ async def serve(config: RewardGatewayConfig, shares: Plan) -> None:
 
 def main() -> None:
     config = load_or_exit(RewardGatewayRoot, sys.argv[1:], prog=PROG).reward_gateway
-    try:
-        shares = plan(config)
-    except ConfigError as error:
-        exit_bad_config(PROG, error)
+    shares = plan(config)
     start_telemetry("reward_gateway", config.telemetry, config.listen)
     service.run(lambda: serve(config, shares), port_flag="--reward_gateway.listen.port")
 

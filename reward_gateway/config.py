@@ -62,3 +62,8 @@ class RewardGatewayRoot(Root):
 
     reward_gateway: RewardGatewayConfig = RewardGatewayConfig()
     """This service."""
+
+    def check(self) -> None:
+        from reward_gateway.scoring import plan  # it imports this module
+
+        plan(self.reward_gateway)

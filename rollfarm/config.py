@@ -5,16 +5,19 @@ the other services'; a key that nobody declares is an error that names the neare
 
 Precedence, highest first: `--table.key value`, then `ROLLFARM_TABLE__KEY` in the environment, then the files, the last
 one first.
+
+The password of a URL is never written down: not in a file, and not in the message of a ConfigError.
 """
 
 import difflib
+import re
 import sys
 import tomllib
 import types
 import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, NoReturn, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_settings import (
@@ -28,6 +31,9 @@ from pydantic_settings import (
 
 SECTIONS = ("run", "model", "sample_buffer", "llm_proxy", "engine", "env_manager", "reward_gateway", "trainer", "up")
 """Every table that a farm's file may have."""
+
+ENV_PREFIX = "ROLLFARM_"
+"""What the names of environment variables begin with."""
 
 EXIT_BAD_CONFIG = 2
 """Exit status of a service whose configuration is wrong."""
@@ -49,10 +55,19 @@ class Root(BaseSettings):
         frozen=True,
         extra="forbid",
         use_attribute_docstrings=True,
-        env_prefix="ROLLFARM_",
+        env_prefix=ENV_PREFIX,
         env_nested_delimiter="__",
         nested_model_default_partial_update=True,
     )
+
+    flags_listed_by: ClassVar[str] = "--help"
+    """What lists every flag."""
+
+    def check(self) -> None:
+        """Raise ConfigError for what no key shows by itself: names that have to exist, and keys that have to agree.
+
+        `load` calls it in every service, and `rollfarm up` for every service before it starts any. It imports no torch.
+        """
 
 
 class Listen(Config):
@@ -86,17 +101,42 @@ class Telemetry(Config):
 
 
 class ConfigError(Exception):
-    """The configuration is wrong; the message says where and what to do."""
+    """The configuration is wrong; the message says where and what to do, and shows no password."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(masked(problem))
+
+
+_SECRET = re.compile(r"(?<=://)[^\s/?#]+(?=@)|(?<=[?&]password=)[^\s&]+")
+_MASKED = re.compile(r"://\*\*\*@|[?&]password=\*\*\*")
+
+
+def masked(text: str) -> str:
+    """`text` with *** for the user and the password of every URL in it."""
+    return _SECRET.sub("***", text)
 
 
 C = TypeVar("C", bound=Root)
 
 
 def load(root: type[C], argv: Sequence[str], *, prog: str, defaults: dict[str, Any] | None = None) -> C:
-    """Read `FILE... --table.key value...` into `root`.
+    """Read `FILE... --table.key value...` into `root`, and check it.
 
     `defaults` are lowest in precedence. Raises ConfigError; `load_or_exit` prints it instead.
     """
+    loaded = read(root, argv, prog=prog, defaults=defaults)
+    for path, value in leaves(loaded):
+        if _MASKED.search(str(value)):
+            raise ConfigError(
+                f"{'.'.join(path)}: its password is not kept in files. Set the whole value in the environment, as "
+                f"{variable(path)}."
+            )
+    loaded.check()
+    return loaded
+
+
+def read(root: type[C], argv: Sequence[str], *, prog: str, defaults: dict[str, Any] | None = None) -> C:
+    """Like `load`, but what a service needs beyond well-formed tables is not looked at. Raises ConfigError."""
     files = [Path(arg) for arg in _leading_files(argv)]
     for file in files:
         _check_file(file)
@@ -184,27 +224,47 @@ def _explain(root: type[BaseModel], item: Any) -> str:
         return f"{where}: unknown key.{nearest(path[-1], known)}"
     if item["type"] == "missing":
         return f"{where}: missing. Set it in the file, or with --{where} VALUE."
+    if item["type"] == "literal_error":
+        known = re.findall(r"'([^']*)'", item["ctx"]["expected"])
+        return f"{where}: unknown value {item['input']!r}.{nearest(str(item['input']), known)}"
+    if item["type"] == "value_error":
+        return f"{where}: {item['ctx']['error']}"
     return f"{where}: {item['msg']} (got {item['input']!r})."
 
 
-def _explain_flag(root: type[BaseModel], message: str) -> str:
+def _explain_flag(root: type[Root], message: str) -> str:
     unknown = [word.split("=")[0] for word in message.split() if word.startswith("--")]
     if "unrecognized" not in message or not unknown:
         return message
     known = [f"--{path}" for path in dotted_paths(root)]
     close = difflib.get_close_matches(unknown[0], known, n=1, cutoff=0.5)
     hint = f" Did you mean {close[0]}?" if close else ""
-    return f"{unknown[0]}: unknown flag.{hint} --help lists them all."
+    return f"{unknown[0]}: unknown flag.{hint} {root.flags_listed_by} lists them all."
 
 
 def dotted_paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Every settable key under `model`, dotted."""
     for name, field in model.model_fields.items():
-        inner = _as_model(field.annotation)
+        inner = table_of(field.annotation)
         if inner is None:
             yield prefix + name
         else:
             yield from dotted_paths(inner, f"{prefix}{name}.")
+
+
+def leaves(table: BaseModel, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every value under `table` that is not itself a table, with its path."""
+    for name in type(table).model_fields:
+        value = getattr(table, name)
+        if isinstance(value, BaseModel):
+            yield from leaves(value, (*path, name))
+        else:
+            yield (*path, name), value
+
+
+def variable(path: Sequence[str]) -> str:
+    """The environment variable that sets the key at `path`."""
+    return ENV_PREFIX + "__".join(path).upper()
 
 
 def _model_at(model: type[BaseModel] | None, path: Sequence[str]) -> type[BaseModel] | None:
@@ -212,15 +272,16 @@ def _model_at(model: type[BaseModel] | None, path: Sequence[str]) -> type[BaseMo
         if model is None:
             return None
         if part in model.model_fields:
-            model = _as_model(model.model_fields[part].annotation, containers=True)
+            model = table_of(model.model_fields[part].annotation, containers=True)
         # Otherwise the part is an index or key of a container, or the tag of a union: the model stays.
     return model
 
 
-def _as_model(annotation: Any, *, containers: bool = False) -> type[BaseModel] | None:
+def table_of(annotation: Any, *, containers: bool = False) -> type[BaseModel] | None:
+    """The table that a field of this type holds, if any; with `containers` also the one that a list or dict is of."""
     if isinstance(annotation, type) and not isinstance(annotation, types.GenericAlias):
         return annotation if issubclass(annotation, BaseModel) else None
     origin = typing.get_origin(annotation)
     if origin in (typing.Union, types.UnionType) or (containers and origin in (list, tuple, dict)):
-        return next((found for arg in get_args(annotation) if (found := _as_model(arg, containers=containers))), None)
+        return next((found for arg in get_args(annotation) if (found := table_of(arg, containers=containers))), None)
     return None

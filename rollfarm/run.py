@@ -1,16 +1,22 @@
 """The two tables that several services share: what the run is, and which model it trains."""
 
 import json
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from google.protobuf import duration_pb2
-from pydantic import Field
+from pydantic import Field, ValidationError, ValidationInfo, field_validator
 
-from rollfarm.config import Config
+from rollfarm.config import Config, ConfigError
 from rollfarm.v1 import sample_buffer_pb2, trajectory_pb2
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
+
+RECIPE = "rollfarm_create.json"
+"""In the folder of a model that [model.create] made: the settings that it was made from."""
+
+_HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*)/[A-Za-z0-9][\w.-]*")
 
 
 class SamplingConfig(Config):
@@ -116,6 +122,15 @@ class RunConfig(Config):
     max_attempts: int = Field(default=5, ge=1)
     """Attempts at one episode before its group is dropped with the cause."""
 
+    @field_validator("domains")
+    @classmethod
+    def _names_are_unique(cls, domains: list[DomainConfig]) -> list[DomainConfig]:
+        names = [domain.name for domain in domains]
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"two are named {name!r}. Give each a name of its own.")
+        return domains
+
     @property
     def path(self) -> Path:
         """The run's folder."""
@@ -155,7 +170,7 @@ class TinyModelConfig(Config):
     """Decoder layers."""
 
     heads: int = Field(default=4, ge=1)
-    """Attention heads; divides hidden_size."""
+    """Attention heads; they divide hidden_size into parts of even width."""
 
     context_tokens: int = Field(default=512, ge=8)
     """Longest sequence."""
@@ -163,15 +178,84 @@ class TinyModelConfig(Config):
     seed: int = 0
     """Seeds the weights."""
 
+    @field_validator("heads")
+    @classmethod
+    def _heads_divide(cls, heads: int, info: ValidationInfo) -> int:
+        width: int | None = info.data.get("hidden_size")
+        if width is not None and width % (2 * heads):
+            raise ValueError(
+                f"{heads} heads do not divide hidden_size {width} into parts of even width. Choose another number."
+            )
+        return heads
+
 
 class ModelConfig(Config):
     """The policy's model."""
 
     path: str = ""
-    """A folder in Hugging Face format, or the name of a model on the hub."""
+    """A folder in Hugging Face format, where ~ is the home folder, or the name of a model on the hub."""
 
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """What engines compute in. The trainer keeps float32 master weights."""
 
     create: TinyModelConfig | None = None
     """Makes a tiny random model at `path` when nothing is there."""
+
+    @field_validator("path")
+    @classmethod
+    def _at_home(cls, path: str) -> str:
+        try:
+            return str(Path(path).expanduser()) if path.startswith("~") else path
+        except RuntimeError as error:
+            raise ValueError(f"{path}: {error}") from None
+
+    @property
+    def is_there(self) -> bool:
+        """Whether a model lies in the folder `path`."""
+        return (Path(self.path) / "config.json").is_file()
+
+    @property
+    def is_created(self) -> bool:
+        """Whether [model.create] made the model, or is going to."""
+        return self.create is not None and (not self.is_there or self._recipe.is_file())
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether [model.create] made the model, from other settings than those of now."""
+        if self.create is None or not self.is_there or not self._recipe.is_file():
+            return False
+        try:
+            return TinyModelConfig.model_validate_json(self._recipe.read_text()) != self.create
+        except ValidationError:
+            return True
+
+    def check(self) -> None:
+        """Raise ConfigError unless a model lies at `path`, may be made there, or can be asked of the hub."""
+        if not self.path:
+            raise ConfigError("model.path: missing. Give a model's folder, or its name on the hub.")
+        folder = Path(self.path)
+        if self.is_there:
+            return
+        if folder.exists() and not (self.create and folder.is_dir() and not any(folder.iterdir())):
+            raise ConfigError(
+                f"model.path: {folder} is there and holds no model (no config.json). Give a folder that "
+                "save_pretrained wrote, or an empty one with [model.create] to have a tiny model made there."
+            )
+        hub = _HUB_NAME.fullmatch(self.path)
+        if self.create is None and (hub is None or Path(hub[1]).exists()):
+            raise ConfigError(
+                f"model.path: {folder} does not exist. Give a folder in Hugging Face format or an owner/name on the "
+                "hub, or add [model.create] to make a tiny model there."
+            )
+
+    def refuse_outdated(self) -> None:
+        """Raise ConfigError where the model was made from other settings: it is never used in silence."""
+        if self.is_outdated:
+            raise ConfigError(
+                f"model.create: {self.path} was made with other settings. Have it made again by `rollfarm up` with "
+                "--up.fresh true, which begins the run anew; or restore the settings, or choose another model.path."
+            )
+
+    @property
+    def _recipe(self) -> Path:
+        return Path(self.path) / RECIPE

@@ -35,11 +35,6 @@ def make_journal(config: SampleBufferConfig) -> Journal:
             'sample_buffer.journal: "embedded" is a Valkey that `rollfarm up` starts. Run `rollfarm up`, or set '
             '--sample_buffer.journal to a redis:// URL, or to "memory" to forget everything at a restart.'
         )
-    if not config.journal.startswith(("redis://", "rediss://", "unix://")):
-        raise ConfigError(
-            f"sample_buffer.journal: {config.journal!r} is no journal. "
-            'Known: "embedded", "memory", and redis://, rediss:// and unix:// URLs.'
-        )
     try:
         return RedisJournal(config.journal, config.journal_key, timeout_seconds=config.append_seconds)
     except (RedisError, ValueError) as error:

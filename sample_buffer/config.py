@@ -11,6 +11,7 @@ from sample_buffer import filters
 
 JOURNALS = ("embedded", "memory")
 SCHEMES = ("redis://", "rediss://", "unix://")
+"""What the URL of a journal begins with."""
 
 
 class SampleBufferConfig(Config):
@@ -49,9 +50,8 @@ class SampleBufferConfig(Config):
     @field_validator("journal")
     @classmethod
     def _is_a_journal(cls, journal: str) -> str:
-        scheme, separator, _ = journal.partition("://")
-        kind = scheme + separator
-        if kind not in (SCHEMES if separator else JOURNALS):
+        if journal not in JOURNALS and not journal.startswith(SCHEMES):
+            kind = "".join(journal.partition(":")[:2])  # what follows may be a password
             raise ValueError(f"{kind!r} is no journal.{nearest(kind, [*JOURNALS, *SCHEMES])}")
         try:
             _ = urlsplit(journal).port

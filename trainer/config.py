@@ -3,12 +3,23 @@
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from rollfarm.config import Config, Listen, Root, Telemetry
+from rollfarm.config import Config, ConfigError, Listen, Root, Telemetry, nearest
+from rollfarm.registry import check_outline, outline
 from rollfarm.run import ModelConfig, RunConfig
 
 Setting = bool | int | float | str
+
+DEVICES = ("auto", "cpu", "cuda", "mps", "xpu")
+"""Kinds of torch devices, and "auto"."""
+
+REGISTRIES = {
+    "advantage": ("trainer.algorithms.advantages", "ADVANTAGES"),
+    "loss": ("trainer.algorithms.losses", "LOSSES"),
+    "aggregation": ("trainer.algorithms.aggregation", "AGGREGATIONS"),
+}
+"""Where each kind of algorithm is registered."""
 
 
 class WarmStartConfig(Config):
@@ -46,7 +57,7 @@ class TrainerConfig(Config):
     """Seeds what is random in the trainer: dropout, the warm start's order, the shuffled control."""
 
     device: str = "auto"
-    """A torch device. "auto" takes an accelerator where there is one, and the CPU otherwise."""
+    """A torch device, such as "cuda:1". "auto" takes an accelerator where there is one, and the CPU otherwise."""
 
     threads: int = Field(default=1, ge=0)
     """Threads of one torch operation. 0 is torch's own choice, which slows every service down on a shared machine."""
@@ -136,6 +147,14 @@ class TrainerConfig(Config):
     warm_start: WarmStartConfig = WarmStartConfig()
     """Supervised steps first."""
 
+    @field_validator("device")
+    @classmethod
+    def _is_a_device(cls, device: str) -> str:
+        kind, separator, number = device.partition(":")
+        if kind not in DEVICES or (separator and not number.isdecimal()):
+            raise ValueError(f"{device!r} is no device.{nearest(kind, DEVICES)}")
+        return device
+
 
 class TrainerRoot(Root):
     """The trainer's part of a farm's file."""
@@ -148,3 +167,19 @@ class TrainerRoot(Root):
 
     trainer: TrainerConfig = TrainerConfig()
     """How it trains."""
+
+    def check(self) -> None:
+        algorithms = {
+            "advantage": (self.trainer.advantage, self.trainer.advantage_settings),
+            "loss": (self.trainer.loss, self.trainer.loss_settings),
+            "aggregation": (self.trainer.aggregation, self.trainer.aggregation_settings),
+        }
+        for key, (name, settings) in algorithms.items():
+            try:
+                check_outline(outline(*REGISTRIES[key]), name, settings, what=key)
+            except ConfigError as error:
+                raise ConfigError(f"trainer.{key}: {error}") from None
+        data = self.trainer.warm_start.data
+        if data is not None and not data.is_file():
+            raise ConfigError(f"trainer.warm_start.data: {data}: no such file. Correct the path.")
+        self.model.check()

@@ -11,13 +11,10 @@ import tempfile
 from pathlib import Path
 
 from rollfarm.config import ConfigError, exit_bad_config, load_or_exit
-from rollfarm.run import ModelConfig, TinyModelConfig
+from rollfarm.run import RECIPE, ModelConfig, TinyModelConfig
 from trainer.config import TrainerRoot
 
 PROG = "python -m trainer.create_model"
-
-RECIPE = "rollfarm_create.json"
-"""The settings that the model was made from, beside it."""
 
 PAD, UNKNOWN, END = "<pad>", "<unk>", "<end>"
 ROLES = ("system", "user", "assistant")
@@ -34,48 +31,17 @@ CHAT_TEMPLATE = (
 def ensure_model(model: ModelConfig) -> bool:
     """Make the model where [model.create] asks for one and nothing is there. True when it was made.
 
-    Raises ConfigError when there is neither a model nor a way to make it.
+    Raises ConfigError when there is neither a model nor a way to make it, and when it was made from other settings.
     """
-    if not model.path:
-        raise ConfigError("model.path: missing. Set it to a model's folder, or to its name on the hub.")
-    if (Path(model.path) / "config.json").is_file():
-        if model.create is not None:
-            _check_recipe(Path(model.path), model.create)
+    model.check()
+    model.refuse_outdated()
+    if model.create is None or model.is_there:
         return False
-    if model.create is None:
-        if _may_be_hub_name(model.path):
-            return False
-        raise ConfigError(
-            f"model.path: {model.path!r} holds no model (no config.json). Correct the path, or add [model.create] to "
-            "make a tiny random one there."
-        )
-    if model.create.hidden_size % model.create.heads or (model.create.hidden_size // model.create.heads) % 2:
-        raise ConfigError(
-            f"model.create.heads: {model.create.heads} heads do not divide hidden_size {model.create.hidden_size} "
-            "into parts of even width. Choose another number."
-        )
     _create(Path(model.path), model.create)
     return True
 
 
-def _check_recipe(path: Path, create: TinyModelConfig) -> None:
-    """A model made from other settings than those asked for now is never used in silence."""
-    recipe = path / RECIPE
-    if recipe.is_file() and recipe.read_text() != create.model_dump_json():
-        raise ConfigError(
-            f"model.create: {path} was made with other settings. Remove it, or choose another model.path."
-        )
-
-
-def _may_be_hub_name(path: str) -> bool:
-    """Whether the path reads like "owner/name" and nothing local says otherwise."""
-    first, slash, rest = path.partition("/")
-    return bool(slash and first and rest) and "/" not in rest and first not in (".", "..") and not Path(first).exists()
-
-
 def _create(path: Path, create: TinyModelConfig) -> None:
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ConfigError(f"model.path: {path} is not empty and holds no model. Empty it, or choose another path.")
     path.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(dir=path.parent, prefix=f".{path.name}-"))
     try:

@@ -18,8 +18,6 @@ from trainer.rows import Row
 
 def load_conversations(path: Path) -> list[list[dict[str, Any]]]:
     """The conversations of a JSONL file. Raises ConfigError for a file or a line that is wrong."""
-    if not path.is_file():
-        raise ConfigError(f"trainer.warm_start.data: {path}: no such file. Correct the path.")
     conversations: list[list[dict[str, Any]]] = []
     for number, line in enumerate(path.read_text().splitlines(), start=1):
         if line.strip():

@@ -2,6 +2,7 @@
 
 import operator
 import random
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -19,7 +20,6 @@ class Arithmetic(Solvable):
 
     name = "arithmetic"
     max_turns = 1
-    WORDS = ("what", "is", *OPERATIONS, *(str(number) for number in range(82)))
     ACTIONS = tuple(str(number) for number in range(82))
 
     def __init__(
@@ -32,6 +32,15 @@ class Arithmetic(Solvable):
         self._digits = digits
         self._operations = operations
         self._answer = 0
+
+    def words(self) -> Iterator[str]:
+        numbers = range(10**self._digits)
+        yield from ("what", "is", *self._operations)
+        yield from map(str, numbers)
+        if "plus" in self._operations:
+            yield from map(str, range(2 * numbers[-1] + 1))
+        if "times" in self._operations:
+            yield from (str(left * right) for left in numbers for right in numbers)
 
     def reset(self, seed: int, index: int) -> Observation:
         chance = random.Random(seed)

@@ -13,6 +13,7 @@ stands. The goal pays 0.3, and 0.2 / turns for each turn that is left. Together 
 import random
 import zlib
 from collections import deque
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -35,7 +36,6 @@ class FrozenLake(Solvable):
     """Multi-turn walking over ice with holes, on a random map."""
 
     name = "frozen_lake"
-    WORDS = ("at", *MOVES, "ice", "hole", "goal", "wall", "/", *map(str, range(10)))
     ACTIONS = tuple(MOVES)
 
     def __init__(
@@ -56,6 +56,15 @@ class FrozenLake(Solvable):
         self._slippery = slippery
         self._view = view
         self._goal = (size - 1, size - 1)
+
+    def words(self) -> Iterator[str]:
+        yield from (*MOVES, "ice", "goal", "wall", *map(str, range(self._size)))
+        if self._holes:
+            yield "hole"
+        if self._view != "compact":
+            yield "at"
+        if self._view == "map":
+            yield "/"
 
     def reset(self, seed: int, index: int) -> Observation:
         self._chance = random.Random(seed)

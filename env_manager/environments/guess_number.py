@@ -1,6 +1,7 @@
 """Find the number: after each guess the environment says "higher" or "lower"."""
 
 import random
+from collections.abc import Iterator
 from typing import Annotated
 
 from pydantic import Field
@@ -15,7 +16,6 @@ class GuessNumber(Solvable):
     """Multi-turn guessing, where the past has to be remembered."""
 
     name = "guess_number"
-    WORDS = ("guess", "from", "to", "higher", "lower", "number", "please", *map(str, range(1, DEFAULT_HIGH + 1)))
     ACTIONS = tuple(map(str, range(1, DEFAULT_HIGH + 1)))
 
     def __init__(
@@ -30,6 +30,10 @@ class GuessNumber(Solvable):
         self._per_turn = 1 / self._turns_left
         self._number = 0
         self._low_left, self._high_left = 1, high
+
+    def words(self) -> Iterator[str]:
+        yield from ("guess", "from", "to", "higher", "lower", "number", "please")
+        yield from map(str, range(1, self._high + 1))
 
     def reset(self, seed: int, index: int) -> Observation:
         self._number = random.Random(seed).randint(1, self._high)

@@ -1,6 +1,7 @@
 """What the built-in environments have beyond the SDK's: an expert, for demonstrations and tests, and a vocabulary."""
 
 from abc import abstractmethod
+from collections.abc import Iterator
 from typing import ClassVar
 
 from rollfarm.env import Environment, Observation, Step
@@ -11,11 +12,12 @@ class Solvable(Environment):
 
     fast = True
 
-    WORDS: ClassVar[tuple[str, ...]]
-    """Every word that it shows or takes, with its settings as they are by default."""
-
     ACTIONS: ClassVar[tuple[str, ...]]
     """Some actions that it takes, for noise in demonstrations."""
+
+    @abstractmethod
+    def words(self) -> Iterator[str]:
+        """Every word that it shows or takes, with its settings. Some come twice, and there may be very many."""
 
     @abstractmethod
     def reset(self, seed: int, index: int) -> Observation: ...

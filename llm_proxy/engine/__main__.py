@@ -2,7 +2,7 @@
 
 import sys
 
-from llm_proxy.engine.config import EngineRoot, check_model
+from llm_proxy.engine.config import EngineRoot, refuse_unmade
 from rollfarm import service
 from rollfarm.config import ConfigError, exit_bad_config, load_or_exit
 from rollfarm.telemetry import start_telemetry
@@ -13,7 +13,7 @@ PROG = "python -m llm_proxy.engine"
 def main() -> None:
     root = load_or_exit(EngineRoot, sys.argv[1:], prog=PROG)
     try:
-        check_model(root.model)
+        refuse_unmade(root.model)
     except ConfigError as error:
         exit_bad_config(PROG, error)
     start_telemetry("engine", root.engine.telemetry, root.engine.listen)

@@ -1,6 +1,5 @@
 """Settings of an engine host. Imports no torch."""
 
-import re
 from pathlib import Path
 from typing import Literal
 
@@ -8,8 +7,6 @@ from pydantic import ByteSize, Field
 
 from rollfarm.config import Config, ConfigError, Listen, Root, Telemetry
 from rollfarm.run import ModelConfig
-
-_HUB_NAME = re.compile(r"([A-Za-z0-9][\w.-]*)/[A-Za-z0-9][\w.-]*")
 
 
 class VllmConfig(Config):
@@ -32,8 +29,10 @@ class EngineConfig(Config):
     """One engine and how it is reached."""
 
     listen: Listen = Listen(port=7710)
+    """Where EngineService listens, for llm_proxy."""
 
     telemetry: Telemetry = Telemetry()
+    """Logs and metrics."""
 
     adapter: Literal["embedded", "vllm"] = "embedded"
     """"embedded" generates in this process, with any causal model of transformers; "vllm" starts a vLLM server."""
@@ -59,38 +58,32 @@ class EngineConfig(Config):
     vanished; the old weights keep serving."""
 
     vllm: VllmConfig = VllmConfig()
+    """For the adapter "vllm" alone."""
 
 
 class EngineRoot(Root):
     """Settings of `python -m llm_proxy.engine`."""
 
     model: ModelConfig = ModelConfig()
+    """The policy's model."""
 
     engine: EngineConfig = EngineConfig()
+    """This service."""
 
-
-def check_model(model: ModelConfig) -> None:
-    """Raise ConfigError unless `model.path` can be a model: a folder with config.json, or a name on the hub."""
-    path = Path(model.path)
-    if not model.path:
-        raise ConfigError(
-            "model.path: missing. Set it to a folder in Hugging Face format or a model's name on the hub."
-        )
-    if path.is_dir():
-        if not (path / "config.json").is_file():
+    def check(self) -> None:
+        self.model.check()
+        python = self.engine.vllm.python.absolute()
+        if self.engine.adapter == "vllm" and not python.is_file():
             raise ConfigError(
-                f"model.path: {path} has no config.json. Give a folder that save_pretrained wrote, or remove it and "
-                "set model.create to have a tiny model made there."
+                f"engine.vllm.python: {python} does not exist. Run tools/install-vllm.sh, which makes it, or give the "
+                "interpreter of an environment that has vLLM and rollfarm."
             )
-        return
-    if model.create is not None:
+
+
+def refuse_unmade(model: ModelConfig) -> None:
+    """Raise ConfigError where the model is still to be made from [model.create]."""
+    if model.create is not None and not model.is_there:
         raise ConfigError(
-            f"model.path: {path} is not made yet. Make it from model.create with `python -m trainer.create_model "
+            f"model.path: {model.path} is not made yet. Make it from model.create with `python -m trainer.create_model "
             "FARM.toml`; `rollfarm up` and the trainer do it by themselves."
-        )
-    hub = _HUB_NAME.fullmatch(model.path)
-    if path.exists() or hub is None or Path(hub[1]).exists():
-        raise ConfigError(
-            f"model.path: {path} is neither a folder nor an owner/name on the hub. Correct the path, or set "
-            "model.create to have a tiny model made there."
         )

@@ -3,18 +3,20 @@
 The kit imports no service; each service's root is found by its dotted name when the farm starts.
 """
 
+import functools
 import importlib
+import json
 import os
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_origin
 
-from pydantic import BaseModel, Field, SecretStr, create_model
+from pydantic import BaseModel, Field, create_model
 from pydantic.fields import FieldInfo
+from pydantic_core import to_jsonable_python
 
-from rollfarm.config import Config, ConfigError, Root, load
+from rollfarm.config import Config, ConfigError, Root, load, masked, read, table_of, variable
 from rollfarm.run import ModelConfig, RunConfig
 
 SERVICE_ROOTS = (
@@ -26,8 +28,6 @@ SERVICE_ROOTS = (
     "trainer.config:TrainerRoot",
 )
 """Where each service declares the tables that it reads."""
-
-ENV_PREFIX = "ROLLFARM_"
 
 
 class UpConfig(Config):
@@ -88,9 +88,33 @@ class UpConfig(Config):
 class FarmRoot(Root):
     """What `rollfarm up` reads itself. The services' tables are added to it by `farm_root`."""
 
+    flags_listed_by: ClassVar[str] = "`rollfarm up --flags`"
+
     run: RunConfig = RunConfig()
+    """What the run is."""
+
     model: ModelConfig = ModelConfig()
+    """What it trains."""
+
     up: UpConfig = UpConfig()
+    """How this machine runs it."""
+
+    def check(self) -> None:
+        self.model.check()
+        if not self.run.domains:
+            raise ConfigError("run.domains: empty. Add [[run.domains]] with a name and an environment.")
+        scored = setting(self, "reward_gateway", "domains") or {}
+        for domain in self.run.domains:
+            if domain.name not in scored:
+                raise ConfigError(
+                    f"run.domains: nothing scores {domain.name!r}. Add [reward_gateway.domains.{domain.name}] with its "
+                    "rewards."
+                )
+
+
+def setting(farm: FarmRoot, table: str, key: str) -> Any:
+    """A value in a service's table, which the kit's types do not know; None where there is no such table."""
+    return getattr(getattr(farm, table, None), key, None)
 
 
 def farm_root(names: Sequence[str] = SERVICE_ROOTS) -> type[FarmRoot]:
@@ -114,29 +138,42 @@ def farm_root(names: Sequence[str] = SERVICE_ROOTS) -> type[FarmRoot]:
 
 
 def load_farm(argv: Sequence[str], names: Sequence[str] = SERVICE_ROOTS) -> FarmRoot:
-    """Read `FILE... --table.key value...` and check it as every service will. Raises ConfigError."""
-    farm = load(farm_root(names), argv, prog="rollfarm up", defaults={"run": {}, "model": {}, "up": {}})
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / "config.toml"
-        write_toml(as_used(farm), path)
-        for name in names:
-            load(_service_root(name), [str(path)], prog="rollfarm up")
-    _check_model(farm.model)
-    _check_domains(farm)
+    """Read `FILE... --table.key value...`, and check it as every service will. Raises ConfigError."""
+    farm = load(farm_root(names), argv, prog="rollfarm up", defaults=_NO_TABLES)
+    for name in names:
+        root = _service_root(name)
+        root.model_construct(**{table: getattr(farm, table) for table in root.model_fields}).check()
     return farm
+
+
+def read_farm(argv: Sequence[str], *, prog: str) -> FarmRoot:
+    """The same for a look at a farm that runs already, without a check of what services need. Raises ConfigError."""
+    return read(farm_root(), argv, prog=prog, defaults=_NO_TABLES)
 
 
 def as_used(farm: Root, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """The resolved configuration as plain tables, for the file that the services read.
 
-    Values that came from the environment stay there, and secrets are never written.
+    Passwords are masked in it, and what came from the environment stays there; `carried` has both.
     """
-    return _plain(farm, (), environ)
+    tables = _plain(farm)
+    for path, value in _unwritten(farm, (), environ):
+        *outer, key = path
+        table = functools.reduce(dict.__getitem__, outer, tables)
+        written = _hidden(value) if isinstance(value, str) or variable(path) not in environ else value
+        if written == value:
+            del table[key]
+        else:
+            table[key] = written
+    return tables
 
 
-def secrets(farm: Root) -> dict[str, str]:
-    """Environment variables that carry the secrets of the configuration to the services."""
-    return dict(_secrets(farm, ()))
+def carried(farm: Root, environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Environment variables that bring to the services what their file does not say."""
+    return {
+        variable(path): value if isinstance(value, str) else json.dumps(value)
+        for path, value in _unwritten(farm, (), environ)
+    }
 
 
 def write_toml(tables: dict[str, Any], path: Path) -> None:
@@ -146,6 +183,36 @@ def write_toml(tables: dict[str, Any], path: Path) -> None:
     fresh = path.with_suffix(".tmp")
     fresh.write_text(tomli_w.dumps(tables, multiline_strings=False))
     fresh.replace(path)
+
+
+def describe(root: type[BaseModel]) -> str:
+    """Every key of `root` with its default and its meaning, for people."""
+    return "\n".join(_described(root, None, ""))
+
+
+def _described(table: type[BaseModel], given: object, prefix: str, *, mark: str = "--") -> Iterator[str]:
+    """The keys of `table`, whose defaults are those of the instance `given`, if there is one.
+
+    `mark` tells flags from keys inside a list or a dict, which is given whole.
+    """
+    for name, field in table.model_fields.items():
+        path = prefix + name
+        default = getattr(given, name, field.get_default(call_default_factory=True))
+        if isinstance(default, BaseModel):
+            yield from _described(type(default), default, f"{path}.", mark=mark)
+            continue
+        yield f"{mark}{path}  {'required' if field.is_required() else _default_text(default)}"
+        meaning = " ".join((field.description or "").split())
+        yield from (f"    {line}" for line in textwrap.wrap(meaning, 100))
+        if inner := table_of(field.annotation):
+            yield from _described(inner, None, f"{path}.", mark=mark)
+        elif inner := table_of(field.annotation, containers=True):
+            key = ".NAME" if get_origin(field.annotation) is dict else "[]"
+            yield from _described(inner, None, f"{path}{key}.", mark="  ")
+
+
+def _default_text(default: object) -> str:
+    return "unset" if default is None else f"= {json.dumps(to_jsonable_python(default))}"
 
 
 def _service_root(name: str) -> type[Root]:
@@ -158,73 +225,36 @@ def _service_root(name: str) -> type[Root]:
         ) from error
 
 
-def _check_domains(farm: FarmRoot) -> None:
-    if not farm.run.domains:
-        raise ConfigError("run.domains: empty. Add [[run.domains]] with a name and an environment.")
-    scored = as_used(farm).get("reward_gateway", {}).get("domains", {})
-    for domain in farm.run.domains:
-        if domain.name not in scored:
-            raise ConfigError(
-                f"run.domains: nothing scores {domain.name!r}. Add [reward_gateway.domains.{domain.name}] with its "
-                "rewards."
-            )
+def _plain(value: Any) -> Any:
+    """As TOML has it, which has no None."""
+    value = to_jsonable_python(value)
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items() if item is not None}
+    return [_plain(item) for item in value] if isinstance(value, list) else value
 
 
-def _check_model(model: ModelConfig) -> None:
-    if not model.path:
-        raise ConfigError("model.path: missing. Give a model's folder, or its name on the hub.")
-    folder = Path(model.path).expanduser()
-    if folder.exists() or model.create is not None:
-        return
-    looks_local = folder.is_absolute() or model.path.startswith((".", "~")) or model.path.count("/") != 1
-    if looks_local:
-        raise ConfigError(
-            f"model.path: {model.path} does not exist. Give a folder in Hugging Face format, or add [model.create] to "
-            "make a tiny model there."
-        )
-
-
-def _plain(value: Any, path: tuple[str, ...], environ: Mapping[str, str]) -> Any:
-    if isinstance(value, Config | Root):
-        fields = {name: getattr(value, name) for name in type(value).model_fields}
-        return {
-            name: _plain(item, (*path, name), environ)
-            for name, item in fields.items()
-            if item is not None and not isinstance(item, SecretStr) and _variable((*path, name)) not in environ
-        }
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item, (*path, str(key)), environ) for key, item in value.items() if item is not None}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [_plain(item, path, environ) for item in value]
-    for kind in (bool, int, float, str):
-        if isinstance(value, kind):
-            return kind(value)
-    return str(value)
-
-
-def _secrets(value: Any, path: tuple[str, ...]) -> list[tuple[str, str]]:
-    if isinstance(value, SecretStr):
-        return [(_variable(path), value.get_secret_value())]
-    if isinstance(value, Config | Root):
-        fields = {name: getattr(value, name) for name in type(value).model_fields}
-        return [pair for name, item in fields.items() for pair in _secrets(item, (*path, name))]
-    return []
-
-
-def _variable(path: tuple[str, ...]) -> str:
-    return ENV_PREFIX + "__".join(path).upper()
-
-
-def describe(root: type[BaseModel], prefix: str = "") -> str:
-    """Every key of `root` with its default and its meaning, for people."""
-    lines: list[str] = []
-    for name, field in root.model_fields.items():
-        path = prefix + name
-        inner = field.annotation
-        if isinstance(inner, type) and issubclass(inner, BaseModel):
-            lines.append(describe(inner, f"{path}."))
+def _unwritten(
+    table: BaseModel, path: tuple[str, ...], environ: Mapping[str, str]
+) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """What came from the environment, and values that hold a password, with their paths."""
+    for name in type(table).model_fields:
+        value, where = getattr(table, name), (*path, name)
+        if value is None:
             continue
-        default = "required" if field.is_required() else f"= {field.get_default(call_default_factory=True)!r}"
-        meaning = " ".join((field.description or "").split())
-        lines += [f"--{path}  {default}", *(f"    {line}" for line in textwrap.wrap(meaning, 100))]
-    return "\n".join(lines)
+        if variable(where) in environ:
+            yield where, _plain(value)
+        elif isinstance(value, BaseModel):
+            yield from _unwritten(value, where, environ)
+        elif _hidden(_plain(value)) != _plain(value):
+            yield where, _plain(value)
+
+
+def _hidden(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _hidden(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_hidden(item) for item in value]
+    return masked(value) if isinstance(value, str) else value
+
+
+_NO_TABLES: dict[str, Any] = {"run": {}, "model": {}, "up": {}}

@@ -8,11 +8,10 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from rollfarm.config import ConfigError
 from rollfarm.service import SUPERVISED
-from rollfarm.up.config import FarmRoot, secrets
+from rollfarm.up.config import FarmRoot, carried, setting
 from rollfarm.valkey import valkey_binary
 
 OFFSETS = {
@@ -110,18 +109,17 @@ def plan(farm: FarmRoot, *, sockets: Path, environ: Mapping[str, str], python: s
 
     `sockets` is a short folder for unix sockets, whose paths may not exceed 107 bytes. Raises ConfigError.
     """
-    tables = _Tables(farm)
     up = farm.up
     addresses = Addresses.of(up.base_port, engines=up.engines, env_managers=up.env_managers)
     builder = _Builder(farm, addresses, python, _environment(farm, environ))
-    embedded = tables.get("sample_buffer", "journal") == "embedded"
-    if up.engines == 0 and not tables.get("llm_proxy", "engines"):
+    embedded = setting(farm, "sample_buffer", "journal") == "embedded"
+    if up.engines == 0 and not setting(farm, "llm_proxy", "engines"):
         raise ConfigError("up.engines: 0, and llm_proxy.engines names none. Start at least one engine, or name one.")
 
     specs: list[ProcessSpec] = []
     if embedded:
         specs.append(builder.valkey(sockets))
-    if farm.model.create is not None and not (Path(farm.model.path) / "config.json").is_file():
+    if farm.model.create is not None and (not farm.model.is_there or farm.model.is_outdated):
         specs.append(builder.create_model())
     specs.append(builder.service("reward_gateway"))
     journal = {"journal": f"unix://{sockets / 'valkey.sock'}"} if embedded else {}
@@ -206,16 +204,6 @@ class _Builder:
         return specs
 
 
-class _Tables:
-    """The services' settings by name, which the kit's types do not know."""
-
-    def __init__(self, farm: FarmRoot) -> None:
-        self._farm = farm
-
-    def get(self, table: str, key: str) -> Any:
-        return getattr(getattr(self._farm, table, None), key, None)
-
-
 def _rank(rank: int, ranks: int, port: int) -> dict[str, str]:
     return {
         "RANK": str(rank),
@@ -228,7 +216,7 @@ def _rank(rank: int, ranks: int, port: int) -> dict[str, str]:
 
 def _environment(farm: FarmRoot, environ: Mapping[str, str]) -> dict[str, str]:
     """What every process of the farm finds in its environment beside our own."""
-    added = {SUPERVISED: "1", "PYTHONUNBUFFERED": "1", **secrets(farm)}
+    added = {SUPERVISED: "1", "PYTHONUNBUFFERED": "1", **carried(farm, environ)}
     if "OMP_NUM_THREADS" not in environ:
         added["OMP_NUM_THREADS"] = "1"
     return added

@@ -66,6 +66,9 @@ def opened(farm: FarmRoot) -> Iterator[bool]:
             raise RunInUse(f"Another `rollfarm up` works on {run}. Stop it, or choose another --run.name.") from None
         if farm.up.fresh is True or (farm.up.fresh == "finished" and _steps_of_finished(farm)):
             _empty(run)
+            if farm.model.is_outdated:
+                shutil.rmtree(farm.model.path)
+        farm.model.refuse_outdated()
         resumed = (run / CONFIG).exists()
         (run / "logs").mkdir(exist_ok=True)
         tables = as_used(farm)
@@ -95,7 +98,10 @@ def checkout() -> Path:
 
 
 def make_importable(root: Path) -> None:
-    """Let this process and those that it starts import the services."""
+    """Let this process and those that it starts import the services, and this one what `python -m` lets those import:
+    the modules of the current folder."""
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
     if str(root) not in sys.path:
         sys.path.insert(0, str(root))
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)

@@ -25,8 +25,8 @@ def run(*args: str) -> "subprocess.CompletedProcess[str]":
     ("path", "problem"),
     [
         ("", "model.path: missing"),
-        ("/nowhere/model", "neither a folder nor an owner/name on the hub"),
-        ("proto", "has no config.json"),
+        ("/nowhere/model", "/nowhere/model does not exist"),
+        ("proto", "no config.json"),
     ],
 )
 def test_a_wrong_model_path_is_a_configuration_error(path: str, problem: str) -> None:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from rollfarm.config import ConfigError
+from rollfarm.config import ConfigError, load
 from rollfarm.valkey import valkey_answers, valkey_binary, valkey_command
 from sample_buffer.__main__ import make_journal, open_ledger
-from sample_buffer.config import SampleBufferConfig
+from sample_buffer.config import SampleBufferConfig, SampleBufferRoot
 from sample_buffer.journal import MemoryJournal
 from sample_buffer.ledger import Ledger
 from sample_buffer.redis_journal import RedisJournal
@@ -20,14 +20,41 @@ from tests.sample_buffer.support import Valkey, spawn
     ("journal", "message"),
     [
         ("embedded", "Run `rollfarm up`"),
-        ("postgres://db", "is no journal"),
-        ("redis://host:notaport", "is no Redis URL"),
         ("redis://host/notadatabase?db=x", "is no Redis URL"),
     ],
 )
 def test_a_journal_that_cannot_be_is_refused_with_a_remedy(journal: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_journal(SampleBufferConfig(journal=journal))
+
+
+@pytest.mark.parametrize(
+    ("journal", "message"),
+    [
+        ("embeded", "'embeded' is no journal. Did you mean 'embedded'?"),
+        ("redsi://:hush@host", "'redsi:' is no journal. Did you mean 'redis://'?"),
+        ("redis:/:hush@host", "'redis:' is no journal"),
+        ("redis://:hu/sh@host", "In a password, write / as %2F"),
+        ("redis://host:hush", "its port is no number"),
+    ],
+)
+def test_what_is_no_journal_is_refused_when_it_is_read_and_its_password_is_not_said(journal: str, message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load(SampleBufferRoot, ["--sample_buffer.journal", journal], prog="test")
+
+    assert str(refused.value).startswith("sample_buffer.journal: ")
+    assert message in str(refused.value)
+    assert "hush" not in str(refused.value)
+    assert "hu/sh" not in str(refused.value)
+
+
+async def test_a_redis_that_does_not_answer_is_named_without_its_password(tmp_path: Path) -> None:
+    config = SampleBufferConfig(journal=f"unix://me@{tmp_path}/none.sock?password=hush", connect_seconds=0.0)
+
+    with pytest.raises(ConfigError, match=r"none\.sock\?password=\*\*\* within") as refused:
+        await open_ledger(config, Ledger(config, make_journal(config)))
+
+    assert "hush" not in str(refused.value)
 
 
 @pytest.mark.parametrize("journal", ["redis://h:1", "rediss://h:1", "unix:///tmp/none.sock"])

@@ -12,13 +12,13 @@ FARM = """
 name = "small"
 folder = "{folder}/runs"
 [[run.domains]]
-name = "sums"
-environment = "arithmetic"
+name = "lake"
+environment = "frozen_lake"
 [model]
 path = "{folder}/model"
 [model.create]
-words = "one two"
-[reward_gateway.domains.sums]
+words = "at left down right up ice hole goal wall 0 1 2 3"
+[reward_gateway.domains.lake]
 rewards = [{{ name = "environment" }}]
 """
 

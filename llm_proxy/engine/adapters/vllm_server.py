@@ -48,16 +48,10 @@ class VllmServer:
 
     async def start(self, limits: Limits) -> None:
         """Start the child and wait until it is healthy. Raises ConfigError."""
-        python = self._config.vllm.python.absolute()
-        if not python.is_file():
-            raise ConfigError(
-                f"engine.vllm.python: {python} does not exist. Run tools/install-vllm.sh, which makes it, or give the "
-                "interpreter of an environment that has vLLM and rollfarm."
-            )
         self._vocabulary_size = limits.vocabulary_size
         self._http = self._client()
         self._process = await asyncio.create_subprocess_exec(
-            str(python),
+            str(self._config.vllm.python.absolute()),
             *("-m", "rollfarm.vllm_gloo"),
             *self._arguments(limits),
             env=os.environ | _ENVIRONMENT | self._environment(),
