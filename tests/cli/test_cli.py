@@ -1,8 +1,11 @@
 import os
+import re
 import socket
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -16,13 +19,13 @@ FARM = """
 name = "small"
 folder = "{folder}/runs"
 [[run.domains]]
-name = "sums"
-environment = "arithmetic"
+name = "lake"
+environment = "frozen_lake"
 [model]
 path = "{folder}/model"
 [model.create]
-words = "one two"
-[reward_gateway.domains.sums]
+words = "at left down right up ice hole goal wall 0 1 2 3"
+[reward_gateway.domains.lake]
 rewards = [{{ name = "environment" }}]
 """
 
@@ -43,16 +46,37 @@ def taken() -> Iterator[int]:
         yield listener.getsockname()[1] - 5
 
 
-def rollfarm(*arguments: object) -> subprocess.CompletedProcess[str]:
+def rollfarm(
+    *arguments: object, program: tuple[str, ...] = ("-m", "rollfarm"), **environ: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "rollfarm", *map(str, arguments)],
+        [sys.executable, *program, *map(str, arguments)],
         cwd=ROOT,
-        env={**os.environ, "COLUMNS": "200"},
+        env={**os.environ, "COLUMNS": "200", **environ},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=100,
     )
+
+
+def without(*modules: str) -> tuple[str, ...]:
+    """How to start rollfarm where these modules are not installed."""
+    blocked = "".join(f"sys.modules[{name!r}] = None; " for name in modules)
+    return "-c", f"import sys; {blocked}from rollfarm.cli import main; sys.exit(main())"
+
+
+def modules_of_extras() -> list[str]:
+    """Everything importable that the core dependencies do not bring."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = (requirement for wanted in project["optional-dependencies"].values() for requirement in wanted)
+    names = {re.split(r"[\[<>=]", requirement)[0] for requirement in extras} - {"rollfarm"}
+    normal = {re.sub(r"[-_.]+", "-", name).lower() for name in names}
+    return [
+        module
+        for module, distributions in metadata.packages_distributions().items()
+        if {re.sub(r"[-_.]+", "-", name).lower() for name in distributions} <= normal
+    ]
 
 
 def cpu_seconds(*command: str) -> float:
@@ -143,11 +167,21 @@ def test_up_lists_every_key_with_its_meaning() -> None:
     assert "Learning rate" in shown or "learning rate" in shown
 
 
+def test_up_names_the_libraries_that_it_lacks_before_anything_starts(farm_file: Path, tmp_path: Path) -> None:
+    refused = rollfarm("up", farm_file, program=without("matplotlib", "tomli_w"))
+
+    assert refused.returncode == 2
+    assert "matplotlib and tomli_w" in refused.stderr
+    assert "pip install '.[all]'" in refused.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["farm.toml"]
+
+
 def test_status_of_no_farm_says_how_to_start_one() -> None:
-    shown = rollfarm("status", "--base-port", 17700)
+    shown = rollfarm("status", "--up.base_port", 17700)
 
     assert shown.returncode == 1
-    assert "Start one with `rollfarm up`" in shown.stdout
+    assert "sample_buffer at 127.0.0.1:17703" in shown.stdout
+    assert "Start a farm with `rollfarm up`" in shown.stdout
 
 
 def test_inspect_without_a_farm_says_that_one_has_to_run() -> None:
@@ -155,6 +189,32 @@ def test_inspect_without_a_farm_says_that_one_has_to_run() -> None:
 
     assert shown.returncode == 1
     assert "while the farm runs" in shown.stderr
+
+
+@pytest.mark.parametrize("command", [["status"], ["inspect", "--config"]], ids=["status", "inspect"])
+def test_a_file_that_is_not_there_is_named(command: list[str]) -> None:
+    refused = rollfarm(*command, "nosuch.toml")
+
+    assert refused.returncode == 2
+    assert "nosuch.toml: no such file." in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+@pytest.mark.parametrize("command", [["status"], ["inspect", "--config"]], ids=["status", "inspect"])
+def test_a_farm_is_looked_for_by_the_file_and_the_flags_that_started_it(command: list[str], farm_file: Path) -> None:
+    shown = rollfarm(*command, farm_file, "--up.base_port", 17700, "--run.alpha", 2)
+
+    assert shown.returncode == 1
+    assert "127.0.0.1:17703" in shown.stdout + shown.stderr
+
+
+@pytest.mark.parametrize("command", ["status", "inspect", "doctor"])
+def test_looking_at_a_farm_needs_the_core_dependencies_alone(command: str) -> None:
+    shown = rollfarm(command, "--up.base_port", 17700, program=without(*modules_of_extras()))
+
+    assert shown.returncode == 1
+    assert "Traceback" not in shown.stderr
+    assert "1770" in shown.stdout + shown.stderr
 
 
 def test_doctor_names_a_taken_port_and_the_remedy(farm_file: Path, taken: int) -> None:
@@ -172,8 +232,32 @@ def test_doctor_names_a_journal_that_does_not_answer(farm_file: Path) -> None:
     assert "correct sample_buffer.journal" in shown.stdout
 
 
-def test_a_healthy_machine_passes(farm_file: Path) -> None:
+def test_doctor_names_a_torch_that_cannot_be_imported(farm_file: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "torch.py").write_text("raise OSError('libcudart.so.12: cannot open shared object file')")
+
+    shown = rollfarm("doctor", farm_file, "--up.base_port", 17700, PYTHONPATH=str(broken))
+
+    assert shown.returncode == 1
+    assert "fail  torch         OSError: libcudart.so.12" in shown.stdout
+    assert "pip install torch==" in shown.stdout
+    assert "fail  engine " in shown.stdout
+
+
+def test_doctor_names_an_interpreter_without_vllm(farm_file: Path) -> None:
+    flags = "--engine.adapter", "vllm", "--engine.vllm.python", sys.executable
+
+    shown = rollfarm("doctor", farm_file, "--up.base_port", 17700, *flags)
+
+    assert shown.returncode == 1
+    assert "No package metadata was found for vllm" in shown.stdout
+    assert "make vllm" in shown.stdout
+
+
+def test_a_healthy_machine_passes_and_says_what_it_computes_with(farm_file: Path) -> None:
     shown = rollfarm("doctor", farm_file, "--up.base_port", 17700)
 
     assert shown.returncode == 0, shown.stdout
+    assert re.search(r"ok   torch +\d\S+, transformers \d\S+, device (cpu|cuda .+)\n", shown.stdout)
     assert "This machine can run the farm." in shown.stdout
