@@ -89,7 +89,9 @@ class Worlds:
         server = await self._described.first(lambda: self._find(task.environment), self._seconds)
         if server is None:
             raise UnknownEnvironment(
-                f"No server has said within {self._seconds:g} s that it plays {task.environment!r}."
+                f"No server has said within {self._seconds:g} s that it plays {task.environment!r}.",
+                environment=task.environment,
+                seconds=self._seconds,
             )
         return RemoteWorld(server, session_id, task, self._seconds)
 

@@ -202,7 +202,7 @@ class Connection:
                 return
             if was_reached:
                 backoff = FIRST_RECONNECT_SECONDS
-                log.warning("engine lost", engine=self._address, detail=detail)
+                log.warning("engine lost", engine_id=self._address, cause=detail)
             self._router.lost(self._address, detail, time.monotonic())
             self._fleet.wake()
             await asyncio.sleep(backoff)
@@ -222,7 +222,7 @@ class Connection:
                 group.create_task(_wait(self._gave_up))
                 self._stub = stub
                 self._router.connected(self._address, status, time.monotonic())
-                log.info("engine reached", engine=self._address, version=status.policy_version)
+                log.info("engine reached", engine_id=self._address, policy_version=status.policy_version)
                 self._fleet.wake()
         finally:
             call.cancel()

@@ -81,10 +81,12 @@ class WeightUpdates:
         try:
             await self._stage(request, transfer)
         except FarmError as error:
-            log.warning("engine did not take weights", engine=transfer.engine_id, cause=str(error))
+            log.warning("engine did not take weights", engine_id=transfer.engine_id, cause=str(error))
             return llm_proxy_pb2.EngineTransferResult(engine_id=transfer.engine_id, failure=to_failure(error))
         seconds = round(time.monotonic() - began, 3)
-        log.debug("weights staged", engine=transfer.engine_id, version=request.policy_version, seconds=seconds)
+        log.debug(
+            "weights staged", engine_id=transfer.engine_id, policy_version=request.policy_version, seconds=seconds
+        )
         return llm_proxy_pb2.EngineTransferResult(engine_id=transfer.engine_id)
 
     async def _stage(
@@ -145,7 +147,9 @@ class WeightUpdates:
         if not pauses:
             raise WeightsNotStaged(f"None of {len(holders)} engines applied version {version}.", policy_version=version)
         longest = max(pauses.values(), key=lambda pause: pause.ToNanoseconds())
-        log.info("weights committed", version=version, engines=len(pauses), pause_s=longest.ToNanoseconds() / 1e9)
+        log.info(
+            "weights committed", policy_version=version, engines=len(pauses), pause_s=longest.ToNanoseconds() / 1e9
+        )
         return llm_proxy_pb2.CommitWeightUpdateResponse(engine_ids=self._serving(version), pause_duration=longest)
 
     async def _apply(
@@ -162,9 +166,9 @@ class WeightUpdates:
             try:
                 return (await connection.ask("ApplyWeights", request, timeout=timeout)).pause_duration
             except (WeightsNotStaged, WeightsMismatch, WeightsFailed) as error:
-                log.warning("engine refused to apply weights", engine=engine_id, cause=str(error))
+                log.warning("engine refused to apply weights", engine_id=engine_id, cause=str(error))
             except FarmError as error:
-                log.warning("engine did not apply weights", engine=engine_id, cause=str(error))
+                log.warning("engine did not apply weights", engine_id=engine_id, cause=str(error))
                 connection.give_up(f"it did not apply version {version}: {error.problem}")
         return None
 
@@ -199,7 +203,7 @@ class WeightUpdates:
         try:
             await connection.ask("DiscardWeights", request, timeout=self._config.health_timeout_seconds)
         except FarmError as error:
-            log.warning("engine did not discard weights", engine=engine_id, cause=str(error))
+            log.warning("engine did not discard weights", engine_id=engine_id, cause=str(error))
 
     def _holders(self, version: int) -> list[str]:
         """Reachable engines with the version in memory. Those that were restarted or detached are forgotten."""
@@ -218,7 +222,9 @@ class WeightUpdates:
         newest = self._router.policy_version
         if version < newest:
             raise VersionOutOfOrder(
-                f"Version {version} is older than {newest}, which is served.", version=version, newest_version=newest
+                f"Version {version} is older than {newest}, which is served.",
+                policy_version=version,
+                newest_version=newest,
             )
 
 

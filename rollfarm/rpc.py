@@ -87,7 +87,9 @@ async def call(method: Callable[..., Any], request: Any, *, timeout: float, retr
     while True:
         left = end - time.monotonic()
         if left <= 0:
-            raise DeadlineExceeded(f"No answer to {_name(method)} in {timeout:g} s.")
+            raise DeadlineExceeded(
+                f"No answer to {_name(method)} in {timeout:g} s.", method=_name(method), seconds=timeout
+            )
         try:
             return await method(request, timeout=left, metadata=metadata(), wait_for_ready=retry)
         except aio.AioRpcError as refused:

@@ -14,7 +14,7 @@ from rollfarm.config import EXIT_PORT_IN_USE, Listen, Telemetry
 TRACE_METADATA = "traceparent"
 
 trace_id: contextvars.ContextVar[str] = contextvars.ContextVar("trace_id", default="")
-"""32 hexadecimal digits, shared by all that one episode or training step sets off in any service. Empty is none."""
+"""32 hexadecimal digits, shared by all that one episode sets off, in every service. Empty is none."""
 
 RPC_SECONDS = prometheus_client.Histogram(
     "rollfarm_rpc_server_seconds",

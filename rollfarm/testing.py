@@ -197,7 +197,9 @@ class SimulatedEngine(engine_pb2_grpc.EngineServiceServicer):
         if request.policy_version == self.version:
             return engine_pb2.ApplyWeightsResponse()
         if request.policy_version != self.staged:
-            raise WeightsNotStaged(f"Version {request.policy_version} is not staged.", version=request.policy_version)
+            raise WeightsNotStaged(
+                f"Version {request.policy_version} is not staged.", policy_version=request.policy_version
+            )
         if request.mode == engine_pb2.UPDATE_MODE_RESUME:
             self._abort(list(self._open))
         self.is_applying = True

@@ -135,7 +135,7 @@ class Ledger:
         try:
             await self._journal.append(record)
         except JournalUnavailable as error:
-            log.warning("journal away", error=error.problem)
+            log.warning("journal away", cause=error.problem)
             self._refuse(done, error)
             await self._recover()
         except JournalFenced as error:

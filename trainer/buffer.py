@@ -55,7 +55,7 @@ class BufferClient:
                 leased = await self._poll_batch(request)
             except FarmError as error:
                 _check_worth_retrying(error)
-                log.info("batch not leased", step=step, why=str(error))
+                log.info("batch not leased", step=step, cause=str(error))
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
             if leased is not None:
@@ -106,7 +106,7 @@ async def _insist(method: Callable[..., Any], request: Any, *, timeout: float = 
             return await rpc.call(method, request, timeout=timeout)
         except FarmError as error:
             _check_worth_retrying(error)
-            log.info("sample_buffer is away", why=str(error))
+            log.info("sample_buffer is away", cause=str(error))
 
 
 def _check_worth_retrying(error: FarmError) -> None:

@@ -136,7 +136,9 @@ class Receiver:
     async def join(self, group: engine_pb2.WeightGroup) -> None:
         """Meet the sender. The group joined before is given up first. Raises WeightsFailed and InvalidArgument."""
         if group.backend != "gloo":
-            raise InvalidArgument(f"Weights cannot come by {group.backend!r}; this engine knows gloo.")
+            raise InvalidArgument(
+                f"Weights cannot come by {group.backend!r}; this engine knows gloo.", backend=group.backend
+            )
         self._meeting, self._group = group.group_name, None
         joined = await in_thread(lambda: GlooGroup(group, seconds=self._seconds, allocate=self._allocate))
         if self._meeting == group.group_name:

@@ -103,7 +103,9 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             key = stream.prefix + generation.request_id
             try:
                 if key in stream.open:
-                    raise InvalidArgument(f"Request {generation.request_id} is open already.")
+                    raise InvalidArgument(
+                        f"Request {generation.request_id} is open already.", request_id=generation.request_id
+                    )
                 accepted.append(decode(generation, key, self._adapter.limits))
                 stream.open.add(key)
             except FarmError as failure:
@@ -153,7 +155,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         self, request: engine_pb2.StageWeightsRequest, context: Context
     ) -> engine_pb2.StageWeightsResponse:
         size = await self._adapter.stage_weights(request)
-        log.info("weights staged", version=request.policy_version, bytes=size)
+        log.info("weights staged", policy_version=request.policy_version, bytes=size)
         return engine_pb2.StageWeightsResponse(size_bytes=size)
 
     async def ApplyWeights(
@@ -162,7 +164,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         mode = request.mode or engine_pb2.UPDATE_MODE_KEEP
         seconds = await self._adapter.apply_weights(request.policy_version, mode)
         PAUSE_SECONDS.observe(seconds)
-        log.info("weights applied", version=request.policy_version, pause_s=round(seconds, 4))
+        log.info("weights applied", policy_version=request.policy_version, pause_s=round(seconds, 4))
         pause = duration_pb2.Duration()
         pause.FromNanoseconds(round(seconds * 1e9))
         return engine_pb2.ApplyWeightsResponse(pause_duration=pause)

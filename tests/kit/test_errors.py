@@ -20,6 +20,11 @@ def test_every_error_has_a_remedy_in_its_message():
         assert str(error("A problem.")) == f"A problem. {error.remedy}"
 
 
+def test_every_error_says_who_raises_it():
+    for error in CATALOGUE.values():
+        assert "Raised " in (error.__doc__ or ""), error
+
+
 def test_an_error_from_a_newer_server_keeps_its_code_reason_and_facts():
     failure = to_failure(LeaseExpired("Too late.", lease_id="l"))
     failure.reason = "INVENTED_LATER"

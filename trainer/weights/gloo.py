@@ -94,7 +94,7 @@ class Links:
             answer = await begin(request)
             for result in answer.results:
                 if result.HasField("failure"):
-                    log.warning("engine did not take weights", engine_id=result.engine_id, why=result.failure.message)
+                    log.warning("engine did not take weights", engine_id=result.engine_id, cause=result.failure.message)
                 elif await _sent(sends.get(result.engine_id), result.engine_id):
                     staged.append(result.engine_id)
         finally:
@@ -128,7 +128,7 @@ async def _sent(send: asyncio.Future[None] | None, engine_id: str) -> bool:
                 await send
             return send is not None
     except (RuntimeError, TimeoutError) as error:
-        log.warning("weights not sent", engine_id=engine_id, why=str(error) or "too late")
+        log.warning("weights not sent", engine_id=engine_id, cause=str(error) or "too late")
         return False
 
 

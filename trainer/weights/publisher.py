@@ -63,7 +63,7 @@ class Publisher:
                 reachable = [each for each in listed.engines if each.state in REACHABLE]
                 staged = await self._transfer(snapshot, reachable)
             except FarmError as error:
-                log.warning("engines not reached", policy_version=snapshot.policy_version, why=str(error))
+                log.warning("engines not reached", policy_version=snapshot.policy_version, cause=str(error))
             await announce()
             self._published = snapshot
             switched = bool(staged) and await self._commit(snapshot)
@@ -79,7 +79,7 @@ class Publisher:
                 revision = await self._until_changed(revision)
                 settled = await self._catch_up()
             except FarmError as error:
-                log.info("engines not listed", why=str(error))
+                log.info("engines not listed", cause=str(error))
                 settled = False
             if settled:
                 backoff = FIRST_RETRY_SECONDS
@@ -136,7 +136,7 @@ class Publisher:
         try:
             answer = await rpc.call(self._proxy.CommitWeightUpdate, request, timeout=self._timeout)
         except FarmError as error:
-            log.warning("version not switched", policy_version=snapshot.policy_version, why=str(error))
+            log.warning("version not switched", policy_version=snapshot.policy_version, cause=str(error))
             return False
         log.info(
             "version served",

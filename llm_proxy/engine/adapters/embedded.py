@@ -265,7 +265,10 @@ class Engine:
             if logprob != logprob:
                 broken = True
                 self._batching.remove(key)
-                self._close(key, failure=GenerationFailed(f"Version {version} gives no finite log-probability."))
+                failure = GenerationFailed(
+                    f"Version {version} gives no finite log-probability.", policy_version=version
+                )
+                self._close(key, failure=failure)
                 continue
             opened.chunk.add(token, logprob, version)
             if top is not None:
