@@ -49,8 +49,8 @@ def find_or_exit(farm: Sequence[str], *, prog: str) -> "Addresses":
 
 
 def find(farm: "FarmRoot") -> "Addresses":
-    """Where the farm's services are looked for. On this machine there may be up to ten engines and env_managers; where
-    deployed env_managers are, no table says."""
+    """Where the farm's services are looked for. On this machine there may be up to ten engines and env_managers; of a
+    deployed farm llm_proxy names the engines, and nothing the env_managers."""
     from rollfarm.up.farm import Addresses
 
     given: dict[str, Any] = {
@@ -60,8 +60,8 @@ def find(farm: "FarmRoot") -> "Addresses":
         "engines": tuple(_given(farm, "llm_proxy", "engines")),
         "trainer": _given_trainer(farm),
     }
-    env_managers = 0 if given["sample_buffer"] else MOST_OF_A_KIND
-    here = Addresses.of(farm.up.base_port, engines=MOST_OF_A_KIND, env_managers=env_managers)
+    most = 0 if given["sample_buffer"] else MOST_OF_A_KIND
+    here = Addresses.of(farm.up.base_port, engines=most, env_managers=most)
     return replace(here, **{name: address for name, address in given.items() if address})
 
 

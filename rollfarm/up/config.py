@@ -221,7 +221,7 @@ def _service_root(name: str) -> type[Root]:
         return getattr(importlib.import_module(module), attribute)
     except ImportError as error:
         raise ConfigError(
-            f"Cannot import {module}: {error}. Run `rollfarm up` from a checkout, with rollfarm[all] installed."
+            f"Cannot import {module}: {error}. Run this in the checkout, after `pip install '.[all]'` or `make demo`."
         ) from error
 
 

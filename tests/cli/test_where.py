@@ -35,6 +35,10 @@ def test_services_deployed_by_themselves_are_found_by_the_flags_of_those_who_cal
     assert addresses.env_managers == ()
 
 
+def test_the_engines_of_a_deployed_farm_are_left_to_llm_proxy() -> None:
+    assert found("--trainer.sample_buffer_address", "buffer:7703").engines == ()
+
+
 def test_an_interface_is_no_address() -> None:
     assert found("--trainer.listen.host", "0.0.0.0").trainer == "127.0.0.1:7705"
 
