@@ -3,10 +3,10 @@
 import itertools
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.padding import Padding
 from rich.progress_bar import ProgressBar
 from rich.rule import Rule
@@ -38,6 +38,10 @@ PHASES: dict[int, str] = {
 BLOCKS = " ▁▂▃▄▅▆▇█"
 EVENTS_KEPT = 5
 CURVE_ROWS = 4
+CURVE_WIDTH = 64
+CURVE_LABELS_WIDTH = 24
+NARROW = 100
+"""Below this many columns the services' pids and times give way to what flows."""
 PIPE_WIDTH = 160
 
 
@@ -52,17 +56,18 @@ class Screen:
     """Monotonic seconds."""
     events: deque[str] = field(default_factory=lambda: deque(maxlen=EVENTS_KEPT))
 
-    def __rich__(self) -> RenderableType:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
         now = time.monotonic()
+        services = self._services() if options.max_width < NARROW else self._services_in_full(now)
         parts: list[RenderableType] = [
             self._head(now),
             self._bar(),
-            Padding(_beside(self._services(now), self._flow()), (1, 0, 0, 0)),
-            Padding(self._curve(), (1, 0, 0, 0)),
+            Padding(_beside(services, self._flow()), (1, 0, 0, 0)),
+            Padding(self._curve(options.max_width - CURVE_LABELS_WIDTH), (1, 0, 0, 0)),
         ]
         if self.events:
             parts += [Text(), *(Text(f"  {event}", style="yellow") for event in self.events)]
-        return Padding(Group(*parts), (1, 2))
+        yield Padding(Group(*parts), (1, 2))
 
     def _head(self, now: float) -> RenderableType:
         line = Table.grid(expand=True)
@@ -87,37 +92,43 @@ class Screen:
             return Rule(style="dim")
         return ProgressBar(total=total, completed=progress.step_count, style="bright_black", complete_style="cyan")
 
-    def _services(self, now: float) -> Table:
+    def _services(self) -> Table:
+        table = _table("service", "state")
+        for child in self.children:
+            restarts = f" ×{child.restarts}" if child.restarts else ""
+            table.add_row(child.name, Text.assemble(_state_text(child), (restarts, "bold red")))
+        return table
+
+    def _services_in_full(self, now: float) -> Table:
         table = _table("service", "state", "pid", "up", "restarts")
         for child in self.children:
-            restarts = Text(str(child.restarts or "·"), style="bold red" if child.restarts else "dim")
             table.add_row(
                 child.name,
-                Text(child.state, style=STATE_STYLES.get(child.state, "dim")),
+                _state_text(child),
                 Text(str(child.pid or "·"), style="dim"),
                 Text(clock_text(now - child.since) if child.state is State.RUNNING else "·", style="dim"),
-                restarts,
+                Text(str(child.restarts or "·"), style="bold red" if child.restarts else "dim"),
             )
         return table
 
     def _flow(self) -> Table:
         table = Table.grid(padding=(0, 2))
         table.add_column(style="dim", no_wrap=True)
-        table.add_column(no_wrap=True)
+        table.add_column()
         for name, value in flow(self.picture):
-            table.add_row(name, value)
+            table.add_row(name, Text(value))
         return table
 
-    def _curve(self) -> RenderableType:
+    def _curve(self, width: int) -> RenderableType:
         rewards = self.picture.rewards()
         if len(rewards) < 2:
             return Text("  the reward curve appears after the second step", style="dim")
-        rows = chart(rewards, width=64, rows=CURVE_ROWS)
+        rows = chart(rewards, width=max(1, min(CURVE_WIDTH, width)), rows=CURVE_ROWS)
         low, high = min(rewards), max(rewards)
         grid = Table.grid(padding=(0, 1))
         grid.add_column(justify="right", style="dim")
         grid.add_column(style="cyan", no_wrap=True)
-        grid.add_column(style="bold")
+        grid.add_column(style="bold", no_wrap=True)
         labels = [f"{high:.2f}", *[""] * (len(rows) - 2), f"{low:.2f}"]
         for label, row in zip(labels, rows, strict=True):
             grid.add_row(label, row, f"reward {rewards[-1]:.2f}" if row is rows[0] else "")
@@ -222,9 +233,13 @@ def _table(*names: str) -> Table:
     return table
 
 
+def _state_text(child: Child) -> Text:
+    return Text(child.state, style=STATE_STYLES.get(child.state, "dim"))
+
+
 def _beside(left: RenderableType, right: RenderableType) -> RenderableType:
-    grid = Table.grid(padding=(0, 4))
-    grid.add_column()
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True)
     grid.add_column()
     grid.add_row(left, right)
     return grid
@@ -253,5 +268,9 @@ def _staleness(picture: Picture) -> str:
 
 def _dropped(picture: Picture) -> str:
     assert picture.buffer is not None
-    dropped = sum(picture.buffer.dropped_group_counts.values())
-    return f", {dropped} groups dropped" if dropped else ""
+    by_count = sorted(picture.buffer.dropped_group_counts.items(), key=lambda item: (-item[1], item[0]))
+    if not by_count:
+        return ""
+    total = sum(count for _, count in by_count)
+    why = ", ".join(f"{count} {reason}" for reason, count in by_count)
+    return f", {total} groups dropped ({why})" if len(by_count) > 1 else f", {total} groups dropped ({by_count[0][0]})"

@@ -1,12 +1,16 @@
 import json
 import re
+from io import StringIO
 from pathlib import Path
 
 import pytest
 from google.protobuf.duration_pb2 import Duration
+from rich.console import Console
 
 from rollfarm.up import report, summary
-from rollfarm.up.console import chart, clock_text, flow, number_text, plain_line, resample, sparkline
+from rollfarm.up.console import Screen, chart, clock_text, flow, number_text, plain_line, resample, sparkline
+from rollfarm.up.farm import ProcessSpec
+from rollfarm.up.process import Child, State
 from rollfarm.up.summary import Ending, Summary
 from rollfarm.up.watch import Failures, Picture, Rate
 from rollfarm.v1 import llm_proxy_pb2, sample_buffer_pb2, trainer_pb2
@@ -215,6 +219,36 @@ def test_a_plain_line_tells_the_essentials(picture: Picture) -> None:
 
 def test_the_flow_shows_shares_of_staleness(picture: Picture) -> None:
     assert dict(flow(picture))["staleness"] == "0: 25%, 1: 75%  (at most 1)"
+
+
+def test_dropped_groups_are_told_with_their_reasons_most_first(picture: Picture) -> None:
+    assert picture.buffer is not None
+    assert dict(flow(picture))["samples"] == "512 committed, 2 groups dropped (zero_variance)"
+
+    picture.buffer.dropped_group_counts.update({"stale": 1, "failed": 3})
+
+    assert dict(flow(picture))["samples"].endswith(", 6 groups dropped (3 failed, 2 zero_variance, 1 stale)")
+
+
+@pytest.mark.parametrize(("width", "head"), [(80, "service         state  "), (110, "service         state    pid")])
+def test_the_screen_cuts_nothing_off(picture: Picture, width: int, head: str) -> None:
+    picture.learn(
+        trainer_pb2.GetProgressResponse(step_count=90, steps=[step(number, number / 90) for number in range(90)]), 101.0
+    )
+    child = Child(ProcessSpec("reward_gateway", ("x",), stage=0), Path())
+    child.enter(State.RUNNING)
+    child.restarts = 2
+    console = Console(width=width, record=True, file=StringIO())
+
+    console.print(Screen("lake", picture, [child], began=0.0))
+
+    shown = console.export_text()
+    assert "…" not in shown
+    assert all(len(line) <= width for line in shown.splitlines())
+    assert head in shown
+    for part in ("reward_gateway  running", "policy version  5", "0: 25%, 1: 75%  (at most 1)", "reward 0.99"):
+        assert part in shown
+    assert ("×2" in shown) == (width == 80)
 
 
 def test_a_chart_spans_from_the_lowest_to_the_highest_value() -> None:
