@@ -7,7 +7,7 @@ from typing import Any
 import structlog
 
 from rollfarm import rpc
-from rollfarm.env import Observation, Step
+from rollfarm.env import Observation, Step, read_observation, read_step
 from rollfarm.errors import EnvironmentFailed, FarmError
 from rollfarm.v1 import environment_pb2, trajectory_pb2
 
@@ -57,10 +57,16 @@ class Server:
     async def call(self, method: Any, request: Any, seconds: float) -> Any:
         """Call it, and remember whether it failed."""
         try:
-            return await rpc.call(method, request, timeout=seconds)
+            answer = await rpc.call(method, request, timeout=seconds)
         except FarmError as error:
             self._failed_at = time.monotonic()
             raise EnvironmentFailed(f"Environment server {self.address}: {error}", server=self.address) from error
+        if answer is None:  # gRPC's way to say that it could not parse
+            raise EnvironmentFailed(
+                f"Environment server {self.address}: its answer is no valid message; text is UTF-8.",
+                server=self.address,
+            )
+        return answer
 
 
 class RemoteWorld:
@@ -68,6 +74,7 @@ class RemoteWorld:
 
     def __init__(self, server: Server, session_id: str, task: trajectory_pb2.Task, seconds: float) -> None:
         self.environment_id = server.address
+        self._name = f"{task.environment} at {server.address}"
         self._server = server
         self._session_id = session_id
         self._task = task
@@ -78,31 +85,27 @@ class RemoteWorld:
     async def reset(self) -> Observation:
         request = environment_pb2.ResetRequest(session_id=self._session_id, task=self._task)
         answer = await self._server.call(self._server.stub.Reset, request, self._seconds)
-        return Observation(
+        shown = Observation(
             text=_text(self._only_text(answer.messages), trajectory_pb2.AUTHOR_ENVIRONMENT),
             system=_text(answer.messages, trajectory_pb2.AUTHOR_SYSTEM),
             reference=answer.reference,
             state_hash=answer.state_hash,
         )
+        return read_observation(self._name, shown)
 
     async def step(self, action: str) -> Step:
         request = environment_pb2.StepRequest(session_id=self._session_id, step=self._step, action=action)
         answer = await self._server.call(self._server.stub.Step, request, self._seconds)
         self._step += 1
-        if answer.reward - answer.reward != 0:  # infinite or not a number
-            raise EnvironmentFailed(
-                f"Environment server {self._server.address}: step gave the reward {answer.reward}.",
-                server=self._server.address,
-                reward=answer.reward,
-            )
-        return Step(
+        step = Step(
             text=_text(self._only_text(answer.messages), trajectory_pb2.AUTHOR_ENVIRONMENT),
             reward=answer.reward,
             done=answer.done,
             truncated=answer.truncated,
             state_hash=answer.state_hash,
-            metrics=dict(answer.metrics),
+            metrics=answer.metrics,
         )
+        return read_step(self._name, step)
 
     async def close(self) -> None:
         self._server.open_count -= 1

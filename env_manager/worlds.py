@@ -145,7 +145,7 @@ class LocalWorld:
             raise self._hung("step") from None
 
     async def close(self) -> None:
-        await self._play.close()
+        await self._play.close(self._seconds)
 
     def _hung(self, call: str) -> EnvironmentFailed:
         name = name_of(self._kind)

@@ -23,7 +23,6 @@ import asyncio
 import contextlib
 import inspect
 import json
-import math
 import queue
 import re
 import threading
@@ -37,7 +36,7 @@ from typing import Any, ClassVar, NoReturn
 import structlog
 from grpc import aio
 
-from rollfarm import service
+from rollfarm import foreign, service
 from rollfarm.config import ConfigError, Listen, Telemetry, nearest
 from rollfarm.errors import EnvironmentFailed, InvalidArgument, UnknownEnvironment, UnknownSession
 from rollfarm.registry import check_settings
@@ -47,6 +46,9 @@ from rollfarm.v1 import environment_pb2, environment_pb2_grpc, trajectory_pb2
 log = structlog.get_logger()
 
 SERVICE = "rollfarm.v1.EnvironmentService"
+
+CLOSE_SECONDS = 10.0
+"""How long closing one episode may take before it is not waited for any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,31 +145,24 @@ class Play:
         self._thread = None if kind.fast else _Thread(name_of(kind))
 
     async def reset(self, seed: int, index: int) -> Observation:
-        shown = await self._call("reset", self._begin, seed, index)
-        if isinstance(shown, str):
-            shown = Observation(shown)
-        if not isinstance(shown, Observation):
-            raise self._failed(f"reset returned {type(shown).__name__}, not an Observation or a str")
-        return shown
+        return read_observation(name_of(self._kind), await self._call("reset", self._begin, seed, index))
 
     async def step(self, action: str) -> Step:
         if self._environment is None:
             raise UnknownSession("The episode was not reset.")
-        step = await self._call("step", self._environment.step, action)
-        if not isinstance(step, Step):
-            raise self._failed(f"step returned {type(step).__name__}, not a Step")
-        if not math.isfinite(step.reward):
-            raise self._failed(f"step gave the reward {step.reward}, which is not finite", reward=step.reward)
-        return step
+        return read_step(name_of(self._kind), await self._call("step", self._environment.step, action))
 
-    async def close(self) -> None:
-        """Let go. An environment that is still in a call is closed after it, and not waited for."""
+    async def close(self, seconds: float = CLOSE_SECONDS) -> None:
+        """Let go within `seconds`. An environment that is still in a call is closed after it, and not waited for."""
         environment, self._environment = self._environment, None
         try:
             if environment is not None and self._thread is not None and self._thread.busy:
                 self._thread.soon(environment.close)
             elif environment is not None:
-                await self._call("close", environment.close)
+                async with asyncio.timeout(seconds):
+                    await self._call("close", environment.close)
+        except TimeoutError:
+            log.warning("environment hangs in close", environment=name_of(self._kind), seconds=seconds)
         finally:
             if self._thread is not None:
                 self._thread.stop()
@@ -183,18 +178,59 @@ class Play:
             else:
                 answer = await self._thread.call(method, *args)
             return await answer if inspect.isawaitable(answer) else answer
-        except Exception as error:  # whatever an author's code raises is that episode's failure, and no one else's
-            log.warning(
-                "environment raised",
-                environment=name_of(self._kind),
-                method=what,
-                exception=traceback.format_exc(),
-            )
-            raise self._failed(f"{what} raised {type(error).__name__}: {error}") from error
+        # Whatever an author's code raises is that episode's failure, and no one else's.
+        except (Exception, SystemExit, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and _is_cancelled():
+                raise
+            name = name_of(self._kind)
+            log.warning("environment raised", environment=name, method=what, exception=traceback.format_exc())
+            raise EnvironmentFailed(
+                f"Environment {name}: {what} raised {foreign.cause(error)}.", environment=name
+            ) from error
 
-    def _failed(self, problem: str, **facts: object) -> EnvironmentFailed:
-        name = name_of(self._kind)
-        return EnvironmentFailed(f"Environment {name}: {problem}.", environment=name, **facts)
+
+def read_observation(environment: str, returned: object) -> Observation:
+    """What the environment's reset returned. Raises EnvironmentFailed unless every field is what it should be."""
+    shown = Observation(returned) if isinstance(returned, str) else returned
+    try:
+        if not isinstance(shown, Observation):
+            raise ValueError(f"reset returned {type(shown).__name__}, not an Observation or a str")
+        return Observation(
+            text=foreign.text(shown.text, "the observation's text"),
+            reference=foreign.text(shown.reference, "the observation's reference"),
+            state_hash=foreign.text(shown.state_hash, "the observation's state_hash"),
+            system=foreign.text(shown.system, "the observation's system"),
+        )
+    except ValueError as error:
+        raise EnvironmentFailed(f"Environment {environment}: {error}.", environment=environment) from None
+
+
+def read_step(environment: str, returned: object) -> Step:
+    """What the environment's step returned. Raises EnvironmentFailed unless every field is what it should be."""
+    try:
+        if not isinstance(returned, Step):
+            raise ValueError(f"step returned {type(returned).__name__}, not a Step")
+        if not isinstance(returned.metrics, Mapping):
+            raise ValueError(f"the step's metrics is {type(returned.metrics).__name__}, not a mapping")
+        return Step(
+            text=foreign.text(returned.text, "the step's text"),
+            reward=foreign.number(returned.reward, "the step's reward"),
+            done=foreign.flag(returned.done, "the step's done"),
+            truncated=foreign.flag(returned.truncated, "the step's truncated"),
+            state_hash=foreign.text(returned.state_hash, "the step's state_hash"),
+            metrics={
+                foreign.text(name, "a metric's name"): foreign.number(value, f"the step's metric {name!r}")
+                for name, value in returned.metrics.items()
+            },
+        )
+    except ValueError as error:
+        raise EnvironmentFailed(f"Environment {environment}: {error}.", environment=environment) from None
+
+
+def _is_cancelled() -> bool:
+    """Whether somebody cancels this task, or its time is up."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 class _Thread:
@@ -213,23 +249,26 @@ class _Thread:
 
     async def call(self, method: Callable[..., Any], *args: Any) -> Any:
         loop = asyncio.get_running_loop()
-        answer: asyncio.Future[Any] = loop.create_future()
+        answer: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
 
         def run() -> None:
             try:
-                settle = (_set_result, answer, method(*args))
-            except Exception as error:  # carried to the caller
-                settle = (_set_exception, answer, error)
+                outcome = method(*args), None
+            except BaseException as error:  # carried to the caller
+                outcome = None, error
             self._open -= 1
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                loop.call_soon_threadsafe(*settle)
+                loop.call_soon_threadsafe(_settle, answer, outcome)
 
         self._open += 1
         self._calls.put(run)
         if not self._started:
             self._started = True
             threading.Thread(target=self._run, name=f"environment-{self._name}", daemon=True).start()
-        return await answer
+        returned, raised = await answer
+        if raised is not None:
+            raise raised
+        return returned
 
     def soon(self, method: Callable[[], Any]) -> None:
         """Call `method` after what was called before, and forget it."""
@@ -244,14 +283,9 @@ class _Thread:
             run()
 
 
-def _set_result(future: asyncio.Future[Any], result: Any) -> None:
+def _settle(future: asyncio.Future[Any], result: Any) -> None:
     if not future.done():
         future.set_result(result)
-
-
-def _set_exception(future: asyncio.Future[Any], error: Exception) -> None:
-    if not future.done():
-        future.set_exception(error)
 
 
 @dataclass

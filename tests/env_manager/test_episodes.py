@@ -7,12 +7,13 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
+from grpc import aio
 
 from env_manager.rendering import Renderer
 from rollfarm import tokens
 from rollfarm.env import Environment, EnvironmentServicer, Observation, Step
 from rollfarm.errors import InvalidArgument, InvalidTrajectory, RewardFailed
-from rollfarm.v1 import sample_buffer_pb2, trajectory_pb2
+from rollfarm.v1 import environment_pb2, sample_buffer_pb2, trajectory_pb2
 from tests.env_manager.fakes import (
     CHATML,
     FakeBuffer,
@@ -286,6 +287,10 @@ class Stubborn(Environment):
             self.hanging.wait(20)
         return Step("goal", reward=float("nan") if self.how == "nan" else 1.5, done=True, metrics={"success": 1.0})
 
+    def close(self) -> None:
+        if self.how == "hang in close":
+            self.hanging.wait(20)
+
 
 async def test_an_environment_on_a_server_is_played_over_the_network():
     rewards = FakeRewards()
@@ -304,7 +309,7 @@ async def test_an_environment_on_a_server_is_played_over_the_network():
     ("how", "cause"),
     [
         ("raise", "step raised ValueError: the ice broke"),
-        ("nan", "step gave the reward nan, which is not finite"),
+        ("nan", "Environment stubborn: the step's reward is nan, not a finite number"),
         ("hang", "No answer"),
     ],
 )
@@ -323,6 +328,44 @@ async def test_a_served_environment_that_misbehaves_fails_its_episode_alone(how:
     assert list(buffer.completed) == ["lease-1"]
     failed = buffer.failed["lease-0"]
     assert (failed.outcome, cause in failed.detail) == (trajectory_pb2.OUTCOME_ENV_FAILED, True), failed.detail
+
+
+class OtherLanguage(aio.ServerInterceptor):
+    """Makes a server's Step answer these bytes, which our SDK would not send."""
+
+    def __init__(self, *answers: bytes) -> None:
+        self._answers = iter(answers)
+
+    async def intercept_service(self, continuation, handler_call_details):
+        handler = await continuation(handler_call_details)
+        if not handler_call_details.method.endswith("/Step"):
+            return handler
+        return handler._replace(unary_unary=self._step, response_serializer=None)
+
+    async def _step(self, request: object, context: object) -> bytes:
+        return next(self._answers)
+
+
+async def test_an_answer_that_is_not_finite_or_no_message_fails_its_episode_in_whatever_language_it_was_given():
+    infinite = environment_pb2.StepResponse(metrics={"success": float("inf")})
+    other_language = OtherLanguage(
+        environment_pb2.StepResponse(reward=float("nan")).SerializeToString(),
+        infinite.SerializeToString(),
+        environment_pb2.StepResponse(state_hash="text").SerializeToString().replace(b"text", b"\xff\xfe\xff\xfe"),
+    )
+    buffer, proxy = FakeBuffer(), FakeProxy(saying("left"))
+    async with (
+        serving(EnvironmentServicer([Stubborn]).register, interceptors=[other_language]) as server,
+        serving(proxy.register) as address,
+        working(buffer, address, servers=[server], slots=1),
+    ):
+        buffer.add(*[episode("stubborn") for _ in range(3)])
+        await buffer.ended(3)
+
+    details = [failed.detail for failed in buffer.failed.values()]
+    assert f"Environment stubborn at {server}: the step's reward is nan, not a finite number." in details[0]
+    assert f"Environment stubborn at {server}: the step's metric 'success' is inf, not a finite number." in details[1]
+    assert f"Environment server {server}: its answer is no valid message" in details[2]
 
 
 async def test_an_episode_whose_environment_server_restarted_fails():
@@ -360,3 +403,15 @@ async def test_a_class_of_ones_own_is_played_in_a_thread_and_a_hang_blocks_nobod
 
     assert buffer.completed["lease-1"].reward == 1.5
     assert "step gave no answer in 0.3 s" in buffer.failed["lease-0"].detail
+
+
+async def test_an_environment_that_hangs_in_close_keeps_no_finished_episode_back():
+    buffer, proxy = FakeBuffer(), FakeProxy(saying("left"))
+    mine = f"{Stubborn.__module__}:Stubborn"
+    buffer.add(episode(mine, settings='{"how": "hang in close"}'), episode(mine))
+    async with serving(proxy.register) as address, working(buffer, address, slots=1, environment_seconds=0.3):
+        await buffer.ended(2)
+        Stubborn.hanging.set()
+    Stubborn.hanging.clear()
+
+    assert [trajectory.reward for trajectory in buffer.completed.values()] == [1.5, 1.5]

@@ -6,6 +6,7 @@ import sys
 import threading
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -194,8 +195,28 @@ async def test_all_calls_of_an_episode_are_made_in_one_thread_that_is_not_the_lo
     assert threading.get_ident() not in threads
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_a_close_that_hangs_is_not_waited_for_any_longer_than_it_may_take(is_async: bool):
+    let_go = threading.Event()
+
+    class Hanging(CountDown):
+        def close(self) -> Any:
+            return asyncio.Event().wait() if is_async else let_go.wait(20)
+
+    play = Play(Hanging, {})
+    await play.reset(0, 0)
+
+    async with asyncio.timeout(10):
+        await play.close(0.1)
+
+    let_go.set()
+    with pytest.raises(UnknownSession):
+        await play.step("1")
+
+
 @pytest.mark.parametrize(
-    ("answer", "cause"), [("text", "step returned str, not a Step"), (Step(reward=float("inf")), "not finite")]
+    ("answer", "cause"),
+    [("text", "step returned str, not a Step"), (Step(reward=float("inf")), "reward is inf, not a finite number")],
 )
 async def test_an_answer_that_makes_no_sense_is_a_failure(answer: object, cause: str):
     class Senseless(Environment):

@@ -2,13 +2,16 @@
 
 import asyncio
 from collections import defaultdict
+from collections.abc import Sequence
 
 import pytest
 from grpc import aio
 
 from env_manager.generator import Generator
+from env_manager.rendering import Renderer, Span
 from rollfarm import rpc, telemetry
-from rollfarm.errors import JournalUnavailable
+from rollfarm.env import Observation
+from rollfarm.errors import InvalidArgument, JournalUnavailable
 from rollfarm.v1 import engine_pb2, llm_proxy_pb2, llm_proxy_pb2_grpc, sample_buffer_pb2, trajectory_pb2
 from tests.env_manager.fakes import FakeBuffer, FakeProxy, FakeRewards, episode, serving, tokenizer, working
 
@@ -127,23 +130,38 @@ async def test_an_episode_is_one_trace_in_every_service_that_it_calls():
     assert not set(asked.values()) & set(traces.of["LeaseEpisodes"])
 
 
-async def test_a_bug_takes_the_worker_down_and_its_leases_are_given_back():
-    class Broken(Exception):
-        pass
-
-    class Renderer:
-        stop_token_ids = ()
-
-        def opening(self, shown: object) -> None:
-            raise Broken("not an episode's fault")
+async def test_a_bug_in_an_episode_fails_it_alone_and_says_what_it_was():
+    class Broken(Renderer):
+        def opening(self, shown: Observation) -> Sequence[Span]:
+            if shown.text.startswith("what is"):
+                raise RuntimeError("a hole in the template")
+            return super().opening(shown)
 
     buffer, proxy = FakeBuffer(), FakeProxy(left)
+    buffer.add(episode("arithmetic"))
+    async with serving(proxy.register) as address, working(buffer, address, renderer=Broken(TOKENIZER)):
+        await buffer.ended()
+        buffer.add(episode(settings=LAKE))
+        await buffer.ended(2)
+
+    failed = buffer.failed["lease-0"]
+    assert failed.outcome == trajectory_pb2.OUTCOME_ABORTED
+    assert failed.detail == "Bug: RuntimeError: a hole in the template."
+    assert list(buffer.completed) == ["lease-1"]
+
+
+async def test_a_bug_outside_of_episodes_takes_the_worker_down_and_its_leases_are_given_back():
+    class Broken(FakeBuffer):
+        async def Heartbeat(self, request: object, context: object) -> object:
+            raise InvalidArgument("a bug")
+
+    buffer, proxy = Broken(lease_seconds=0.6), FakeProxy(silent)
     buffer.add(episode(settings=LAKE))
     with pytest.raises(ExceptionGroup) as crash:
-        async with serving(proxy.register) as address, working(buffer, address, renderer=Renderer()) as running:
+        async with serving(proxy.register) as address, working(buffer, address) as running:
             await asyncio.wait([running])
 
-    assert crash.group_contains(Broken)
+    assert crash.group_contains(InvalidArgument)
     assert buffer.failed["lease-0"].outcome == trajectory_pb2.OUTCOME_CANCELLED
 
 

@@ -115,7 +115,7 @@ async def test_a_caller_that_gives_up_while_a_new_worker_starts_leaves_no_stale_
         with pytest.raises(RewardFailed, match="took its worker down"):
             await pool.score(f"{OWN}:dies", {}, episode("die"), timeout=30)
         given_up = asyncio.create_task(pool.score(f"{OWN}:length", {}, episode("one"), timeout=30))
-        while pool._workers[0]._process is None:
+        while pool._workers[0]._process is None:  # noqa: ASYNC110 - nothing tells that a process is being started
             await asyncio.sleep(0)
         given_up.cancel()
         await asyncio.wait([given_up])
