@@ -6,9 +6,8 @@ Pure: time arrives as an argument.
 import hashlib
 from collections.abc import Sequence
 
-from google.protobuf import duration_pb2, timestamp_pb2
-
 from env_manager.rendering import Span
+from rollfarm import times
 from rollfarm.env import Observation, Step
 from rollfarm.v1 import llm_proxy_pb2, reward_gateway_pb2, sample_buffer_pb2, trajectory_pb2
 
@@ -69,7 +68,7 @@ class Transcript:
         turn = self._turns[-1]
         turn.step_reward = step.reward
         turn.environment_id = environment_id
-        turn.environment_duration.FromNanoseconds(int(seconds * 1e9))
+        turn.environment_duration.CopyFrom(times.duration(seconds))
         self._state_hash = step.state_hash
         self._last = step
 
@@ -122,8 +121,8 @@ class Transcript:
             lease_policy_version=episode.policy_version,
             oldest_policy_version=min(versions, default=episode.policy_version),
             metrics=self._last.metrics,
-            create_time=timestamp_pb2.Timestamp(seconds=int(began), nanos=int(began % 1 * 1e9)),
-            duration=_duration(ended - began),
+            create_time=times.timestamp(began),
+            duration=times.duration(ended - began),
             worker_id=worker_id,
             turn_texts=self._texts,
         )
@@ -141,7 +140,3 @@ def seed_of(episode: sample_buffer_pb2.Episode, turn: int) -> int:
     )
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
-
-
-def _duration(seconds: float) -> duration_pb2.Duration:
-    return duration_pb2.Duration(seconds=int(max(0.0, seconds)), nanos=int(max(0.0, seconds) % 1 * 1e9))

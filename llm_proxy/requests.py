@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Protocol
 
-from google.protobuf import duration_pb2
-
+from rollfarm import times
 from rollfarm.tokens import append_spans, token_count
 from rollfarm.v1 import engine_pb2, llm_proxy_pb2, trajectory_pb2
 
@@ -177,15 +176,10 @@ class OpenRequest:
             version_spans=self.spans,
             finish_reason=reason,
             engine_id=self.engine_id,
-            queue_duration=_duration(self.queue_seconds),
-            generate_duration=_duration(self.generate_seconds),
+            queue_duration=times.duration(self.queue_seconds),
+            generate_duration=times.duration(self.generate_seconds),
             resumption_count=max(0, self.attempts - 1),
         )
         if self.top is not None:
             result.top_logprobs.CopyFrom(self.top.top_logprobs)
         return result
-
-
-def _duration(seconds: float) -> duration_pb2.Duration:
-    whole = int(seconds)
-    return duration_pb2.Duration(seconds=whole, nanos=int((seconds - whole) * 1e9))

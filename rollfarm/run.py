@@ -5,9 +5,9 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from google.protobuf import duration_pb2
 from pydantic import Field, ValidationError, ValidationInfo, field_validator
 
+from rollfarm import times
 from rollfarm.config import Config, ConfigError
 from rollfarm.v1 import sample_buffer_pb2, trajectory_pb2
 
@@ -138,8 +138,6 @@ class RunConfig(Config):
 
     def to_proto(self) -> sample_buffer_pb2.RunSpec:
         """The spec as sample_buffer takes it."""
-        lease = duration_pb2.Duration()
-        lease.FromNanoseconds(round(self.lease_seconds * 1e9))
         return sample_buffer_pb2.RunSpec(
             run_id=self.name,
             seed=self.seed,
@@ -152,7 +150,7 @@ class RunConfig(Config):
             filters=[sample_buffer_pb2.Filter(name=f.name, settings=f.settings) for f in self.filters],
             sampling=self.sampling.to_proto(),
             validation_sampling=(self.validation_sampling or self.sampling).to_proto(),
-            lease_duration=lease,
+            lease_duration=times.duration(self.lease_seconds),
             max_attempts=self.max_attempts,
         )
 

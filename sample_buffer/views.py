@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
-from google.protobuf import duration_pb2, timestamp_pb2
-
+from rollfarm import times
 from rollfarm.errors import InvalidArgument
 from rollfarm.v1 import sample_buffer_pb2, trajectory_pb2
 from sample_buffer import tasks
@@ -72,7 +71,7 @@ def status(groups: Groups, now: float) -> sample_buffer_pb2.GetStatusResponse:
     )
     oldest = next(iter(state.leases.values()), None)
     if oldest is not None:
-        answer.oldest_lease_age.CopyFrom(_duration(now - oldest.at))
+        answer.oldest_lease_age.CopyFrom(times.duration(now - oldest.at))
     return answer
 
 
@@ -156,7 +155,7 @@ def lineage(groups: Groups, trajectory_id: str, payload: Payload) -> sample_buff
 
 def _transition(groups: Groups, group: Group, note: Note) -> sample_buffer_pb2.Transition:
     transition = sample_buffer_pb2.Transition(
-        create_time=_timestamp(note.at),
+        create_time=times.timestamp(note.at),
         event=note.event,
         lease_id=note.lease_id,
         worker_id=note.worker_id,
@@ -167,15 +166,3 @@ def _transition(groups: Groups, group: Group, note: Note) -> sample_buffer_pb2.T
         transition.step = group.step
         transition.batch_id = groups.fold.batch_id(group.step)
     return transition
-
-
-def _timestamp(seconds: float) -> timestamp_pb2.Timestamp:
-    stamp = timestamp_pb2.Timestamp()
-    stamp.FromNanoseconds(round(seconds * 1e9))
-    return stamp
-
-
-def _duration(seconds: float) -> duration_pb2.Duration:
-    duration = duration_pb2.Duration()
-    duration.FromNanoseconds(round(seconds * 1e9))
-    return duration

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import prometheus_client
-from google.protobuf import duration_pb2
 
+from rollfarm import times
 from rollfarm.service import Changed
 from rollfarm.v1 import trainer_pb2
 
@@ -45,9 +45,9 @@ class StepReport:
             step=self.step,
             mean_reward=self.mean_reward,
             metrics=self.metrics,
-            wait_duration=_duration(self.wait_seconds),
-            train_duration=_duration(self.train_seconds),
-            publish_duration=_duration(self.publish_seconds),
+            wait_duration=times.duration(self.wait_seconds),
+            train_duration=times.duration(self.train_seconds),
+            publish_duration=times.duration(self.publish_seconds),
         )
 
 
@@ -172,9 +172,3 @@ class Progress:
 def _line(report: StepReport | ValidationReport) -> str:
     kind = "step" if isinstance(report, StepReport) else "validation"
     return json.dumps({"kind": kind, **asdict(report)}) + "\n"
-
-
-def _duration(seconds: float) -> duration_pb2.Duration:
-    duration = duration_pb2.Duration()
-    duration.FromNanoseconds(round(seconds * 1e9))
-    return duration

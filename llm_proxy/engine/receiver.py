@@ -5,13 +5,10 @@ process group is used, so groups live side by side, and one that fails disturbs 
 """
 
 import asyncio
-import concurrent.futures
 import datetime
 import socket
-import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -20,9 +17,8 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
 from rollfarm import buckets
 from rollfarm.buckets import Bucket
 from rollfarm.errors import InvalidArgument, WeightsFailed, WeightsMismatch, WeightsNotStaged
+from rollfarm.threads import in_thread
 from rollfarm.v1 import engine_pb2
-
-T = TypeVar("T")
 
 Allocate = Callable[[int], Tensor]
 """Host memory of so many bytes, as uint8."""
@@ -231,20 +227,3 @@ def with_aliases(tensors: Iterable[tuple[str, Tensor]], expected: Mapping[str, T
         for name, own in expected.items()
         if name in named or id(own) in by_identity
     ]
-
-
-async def in_thread(work: Callable[[], T]) -> T:
-    """The result of `work`, done in a daemon thread of its own: one that hangs holds up neither others nor the exit."""
-    future: concurrent.futures.Future[T] = concurrent.futures.Future()
-
-    def run() -> None:
-        future.set_running_or_notify_cancel()
-        try:
-            result = work()
-        except BaseException as error:
-            future.set_exception(error)
-        else:
-            future.set_result(result)
-
-    threading.Thread(target=run, name="weights", daemon=True).start()
-    return await asyncio.wrap_future(future)

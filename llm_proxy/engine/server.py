@@ -11,12 +11,12 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import structlog
-from google.protobuf import duration_pb2
 from grpc import aio
 
 from llm_proxy.engine.adapters import Adapter
 from llm_proxy.engine.metrics import PAUSE_SECONDS
 from llm_proxy.engine.requests import Chunk, Request, decode
+from rollfarm import times
 from rollfarm.errors import FarmError, InvalidArgument
 from rollfarm.v1 import engine_pb2, engine_pb2_grpc
 
@@ -165,9 +165,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         seconds = await self._adapter.apply_weights(request.policy_version, mode)
         PAUSE_SECONDS.observe(seconds)
         log.info("weights applied", policy_version=request.policy_version, pause_s=round(seconds, 4))
-        pause = duration_pb2.Duration()
-        pause.FromNanoseconds(round(seconds * 1e9))
-        return engine_pb2.ApplyWeightsResponse(pause_duration=pause)
+        return engine_pb2.ApplyWeightsResponse(pause_duration=times.duration(seconds))
 
     async def DiscardWeights(
         self, request: engine_pb2.DiscardWeightsRequest, context: Context

@@ -19,11 +19,11 @@ from transformers import AutoModelForCausalLM
 
 from llm_proxy.engine import adapters
 from llm_proxy.engine.config import EngineConfig, EngineRoot
-from llm_proxy.engine.receiver import in_thread
 from llm_proxy.engine.server import SERVICE, EngineServicer
 from rollfarm import buckets, rpc, service
 from rollfarm.config import Listen
 from rollfarm.run import ModelConfig
+from rollfarm.threads import in_thread
 from rollfarm.tokens import pack_ids, unpack_ids, unpack_logprobs, versions_of
 from rollfarm.v1 import engine_pb2, engine_pb2_grpc, trajectory_pb2
 

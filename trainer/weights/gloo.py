@@ -6,14 +6,15 @@ rollfarm.buckets.
 """
 
 import asyncio
-import threading
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import timedelta
+from functools import partial
 
 import structlog
 from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
+from rollfarm.threads import in_thread
 from rollfarm.v1 import engine_pb2, llm_proxy_pb2
 from trainer.weights.snapshot import Snapshot
 
@@ -88,7 +89,7 @@ class Links:
             tensors=snapshot.specs,
             bucket_size_bytes=snapshot.bucket_size_bytes,
         )
-        sends = {engine_id: _in_thread(link.send, snapshot) for engine_id, link in links.items()}
+        sends = {engine_id: in_thread(partial(link.send, snapshot)) for engine_id, link in links.items()}
         staged: list[str] = []
         try:
             answer = await begin(request)
@@ -130,30 +131,3 @@ async def _sent(send: asyncio.Future[None] | None, engine_id: str) -> bool:
     except (RuntimeError, TimeoutError) as error:
         log.warning("weights not sent", engine_id=engine_id, cause=str(error) or "too late")
         return False
-
-
-def _in_thread(work: Callable[[Snapshot], None], snapshot: Snapshot) -> asyncio.Future[None]:
-    """Run blocking work in a daemon thread: one that hangs on a dead engine must not hold up the process's end."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[None] = loop.create_future()
-
-    def settle(error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is None:
-            future.set_result(None)
-        else:
-            future.set_exception(error)
-            future.exception()  # Retrieved here: whoever no longer waits for it has said why.
-
-    def run() -> None:
-        outcome: BaseException | None = None
-        try:
-            work(snapshot)
-        except Exception as error:
-            outcome = error
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, outcome)
-
-    threading.Thread(target=run, daemon=True, name="weights").start()
-    return future

@@ -18,10 +18,11 @@ from torch import Tensor
 from llm_proxy.engine.adapters import Deliver, EngineStatus, UpdateMode
 from llm_proxy.engine.adapters.vllm_server import SharedMemory, VllmServer, model_shapes, read_metrics
 from llm_proxy.engine.config import EngineConfig
-from llm_proxy.engine.receiver import Receiver, Staged, in_thread, with_aliases
+from llm_proxy.engine.receiver import Receiver, Staged, with_aliases
 from llm_proxy.engine.requests import ABORT, LENGTH, STOP, Chunk, FinishReason, Limits, Request
 from rollfarm.errors import EngineFailed, InvalidArgument
 from rollfarm.run import ModelConfig
+from rollfarm.threads import in_thread
 from rollfarm.v1 import engine_pb2
 
 log = structlog.get_logger()
