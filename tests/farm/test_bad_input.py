@@ -74,13 +74,16 @@ def test_a_domain_that_nothing_scores_is_named(start_farm: StartFarm, tmp_path: 
 
 @pytest.mark.slow
 def test_a_redis_that_does_not_answer_is_named_with_a_remedy(start_farm: StartFarm):
-    farm = start_farm(SMALL, "--sample_buffer.journal", "redis://127.0.0.1:1/0", "--sample_buffer.connect_seconds", "1")
+    url = "redis://:hush@127.0.0.1:1/0"
+    farm = start_farm(SMALL, "--sample_buffer.journal", url, "--sample_buffer.connect_seconds", "1")
 
     status, said = ended(farm)
 
     assert status == 2
-    assert "redis://127.0.0.1:1/0" in said
+    assert "redis://***@127.0.0.1:1/0" in said
     assert "Start Redis" in said
+    written = [path.read_text() for path in (*farm.run.glob("*.*"), *farm.run.glob("logs/*"))]
+    assert not any("hush" in text for text in (said, *written))
 
 
 @pytest.mark.slow
@@ -92,10 +95,9 @@ def test_a_redis_that_does_not_answer_is_named_with_a_remedy(start_farm: StartFa
             'environment = "tests.farm.broken:Raises"',
             "the ice is broken",
         ),
-        ('environment = "frozen_lake"', 'environment = "frozen_pond"', "frozen_lake"),
         ('name = "environment"', 'name = "tests.farm.broken:not_a_number"', "nan"),
     ],
-    ids=["an environment that raises", "an unknown environment", "a reward that is NaN"],
+    ids=["an environment that raises", "a reward that is NaN"],
 )
 def test_a_farm_whose_every_episode_fails_gives_up_with_the_cause(
     start_farm: StartFarm, tmp_path: Path, old: str, new: str, cause: str

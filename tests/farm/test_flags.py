@@ -58,7 +58,8 @@ def test_the_example_of_an_environment_in_a_process_of_its_own_is_learned(start_
         port = probe.getsockname()[1]
     server = subprocess.Popen([sys.executable, str(CHECKOUT / "examples" / "coin_server.py"), "--port", str(port)])
     try:
-        farm = start_farm(CHECKOUT / "examples" / "coin.toml", "--env_manager.servers", json.dumps([f"127.0.0.1:{port}"]))
+        servers = json.dumps([f"127.0.0.1:{port}"])
+        farm = start_farm(CHECKOUT / "examples" / "coin.toml", "--env_manager.servers", servers)
         farm.wait_for_step(1, seconds=90)
         answered = {turn.environment_id for t in farm.trajectories(100) for turn in t.turns} - {""}
         status, summary = farm.finish(seconds=200)

@@ -1,0 +1,38 @@
+"""What the trainer says of its algorithms without torch is what they are."""
+
+import importlib
+
+import pytest
+from pydantic import ValidationError
+
+from rollfarm.config import ConfigError
+from rollfarm.registry import outline, settings_model
+from rollfarm.run import ModelConfig
+from trainer.config import REGISTRIES, TrainerConfig, TrainerRoot
+
+
+@pytest.mark.parametrize("kind", REGISTRIES)
+def test_the_outline_of_a_registry_is_the_registry(kind: str) -> None:
+    module, name = REGISTRIES[kind]
+    registry = getattr(importlib.import_module(module), name)
+
+    assert outline(module, name) == {key: list(settings_model(value).model_fields) for key, value in registry.items()}
+
+
+def test_a_function_of_ones_own_is_left_to_the_trainer() -> None:
+    trainer = TrainerConfig(loss="my_lab.losses:spo", loss_settings={"beta": 0.1})
+
+    TrainerRoot(model=ModelConfig(path="owner/name"), trainer=trainer).check()
+
+
+def test_an_unknown_algorithm_is_refused_with_the_nearest_one() -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.loss: Unknown loss 'truncted'\. Did you mean 'truncated'\?"):
+        TrainerRoot(trainer=TrainerConfig(loss="truncted")).check()
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu", "cuda", "cuda:1", "mps"])
+def test_devices_are_known_by_their_kind_and_number(device: str) -> None:
+    assert TrainerConfig(device=device).device == device
+
+    with pytest.raises(ValidationError, match="is no device"):
+        TrainerConfig(device=device + ":x")
