@@ -15,14 +15,13 @@ It may be async. Raise where there is nothing to judge by: the episode is then p
 import argparse
 import inspect
 import json
-import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NoReturn, SupportsFloat
+from typing import Any, Literal, NoReturn
 
 from grpc import aio
 
-from rollfarm import service
+from rollfarm import foreign, service
 from rollfarm.config import Listen, Telemetry
 from rollfarm.errors import RewardFailed
 from rollfarm.telemetry import configure_logging
@@ -125,16 +124,10 @@ def read_episode(episode: reward_gateway_pb2.ScoredEpisode) -> Episode:
 def read_score(name: str, returned: object) -> Score:
     """What the reward called `name` returned. Raises RewardFailed unless it is a finite number, with or without why."""
     value, detail = (returned.value, returned.detail) if isinstance(returned, Score) else (returned, "")
-    if not isinstance(value, SupportsFloat):
-        raise RewardFailed(f"Reward {name} returned {type(value).__name__}, not a number.", reward=name)
-    if not math.isfinite(value := float(value)):
-        raise RewardFailed(f"Reward {name} gave {value}, which is not a finite number.", reward=name)
-    return Score(value, detail)
-
-
-def raised(name: str, error: BaseException) -> RewardFailed:
-    """The failure of the reward called `name`, which raised `error`."""
-    return RewardFailed(f"Reward {name} raised {type(error).__name__}: {error}.", reward=name)
+    try:
+        return Score(foreign.number(value, "the score"), foreign.text(detail, "the score's detail"))
+    except ValueError as error:
+        raise RewardFailed(f"Reward {name}: {error}.", reward=name) from None
 
 
 async def score(name: str, function: Reward, episode: Episode) -> Score:
@@ -143,8 +136,8 @@ async def score(name: str, function: Reward, episode: Episode) -> Score:
         returned = function(episode)
         if inspect.isawaitable(returned):
             returned = await returned
-    except Exception as error:  # whatever an author's code raises is that score's failure
-        raise raised(name, error) from error
+    except (Exception, SystemExit) as error:  # whatever an author's code raises is that score's failure
+        raise RewardFailed(f"Reward {name} raised {foreign.cause(error)}.", reward=name) from error
     return read_score(name, returned)
 
 

@@ -95,10 +95,16 @@ def test_a_value_that_is_not_finite_is_a_failure_and_never_zero(value):
         read_score("mine", value)
 
 
-@pytest.mark.parametrize("returned", ["1.0", None, [1.0], Score("x")])  # pyright: ignore[reportArgumentType]
+@pytest.mark.parametrize("returned", ["1.0", None, [1.0], 1j, Score("x"), Score(10**400)])  # pyright: ignore[reportArgumentType]
 def test_a_value_that_is_not_a_number_is_a_failure(returned):
     with pytest.raises(RewardFailed, match="not a number"):
         read_score("mine", returned)
+
+
+@pytest.mark.parametrize("detail", [None, 5, "\ud800"])
+def test_a_detail_that_cannot_be_sent_is_a_failure(detail):
+    with pytest.raises(RewardFailed, match="Reward mine: the score's detail"):
+        read_score("mine", Score(1.0, detail))
 
 
 def test_true_is_one():

@@ -72,7 +72,8 @@ async def test_a_reward_that_takes_its_worker_down_fails_and_the_worker_is_repla
 
 
 @pytest.mark.parametrize(
-    ("reward", "cause"), [("not_a_number", "gave nan, which is not a finite number"), ("not_anything", "returned str")]
+    ("reward", "cause"),
+    [("not_a_number", "the score is nan, not a finite number"), ("not_anything", "the score is str, not a number")],
 )
 async def test_a_worthless_value_is_a_failure_and_never_zero(reward: str, cause: str):
     async with scoring(config({"name": f"{OWN}:{reward}"})) as score:
