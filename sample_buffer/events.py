@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class RunConfigured(NamedTuple):
-    """A run was created, or found again with another step count; either way it is the current one."""
+    """A run was created, or found again by another trainer or with another step count; it is the current one now."""
 
     at: float
     run_id: str
@@ -19,6 +19,7 @@ class RunConfigured(NamedTuple):
     """Minted when the run is created; keeps ids of an earlier run of the same name apart."""
     spec: str
     """RunSpec, base64."""
+    trainer_id: str = ""
 
 
 class LimitsChanged(NamedTuple):

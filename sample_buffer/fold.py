@@ -126,6 +126,7 @@ class Fold:
     def configured(self, event: events.RunConfigured, *, created: bool) -> None:
         """The run began, or goes on."""
         self.set_spec(event.spec)
+        self.state.trainer_id = event.trainer_id
         self._answer("configure", event.request_id, int(created))
 
     def _admitted(self, event: events.Admitted) -> None:

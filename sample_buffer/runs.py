@@ -5,7 +5,7 @@ The others keep what they need to go on when they are configured again, and forg
 
 import base64
 
-from rollfarm.errors import LeaseExpired, UnknownRun, UnknownTrajectory
+from rollfarm.errors import LeaseExpired, TrainerReplaced, UnknownRun, UnknownTrajectory
 from rollfarm.v1 import sample_buffer_pb2, trajectory_pb2
 from sample_buffer import checks, events
 from sample_buffer.groups import Groups
@@ -29,10 +29,13 @@ class Runs:
             self._emit(events.LimitsChanged(now, retained_trajectories, remembered_requests))
 
     def configure(
-        self, request_id: str, spec: sample_buffer_pb2.RunSpec, nonce: str, now: float
+        self, request_id: str, trainer_id: str, spec: sample_buffer_pb2.RunSpec, nonce: str, now: float
     ) -> tuple[bool, Groups]:
-        """Creates the run or finds it again, and makes it the current one. Answers whether it was created."""
-        checks.require(request_id=request_id)
+        """Creates the run or finds it again, makes it the current one and `trainer_id` its one trainer.
+
+        Answers whether it was created.
+        """
+        checks.require(request_id=request_id, trainer_id=trainer_id)
         checks.check_spec(spec)
         known = self._runs.get(spec.run_id)
         if known is not None:
@@ -40,11 +43,12 @@ class Runs:
             if answer is not None:
                 return bool(answer), known
             checks.check_same(known.spec, spec)
-            if self.current == spec.run_id and known.spec.step_count == spec.step_count:
+            wanted = (spec.run_id, spec.step_count, trainer_id)
+            if wanted == (self.current, known.spec.step_count, known.state.trainer_id):
                 return False, known
             nonce = known.state.nonce
         encoded = base64.b64encode(spec.SerializeToString(deterministic=True)).decode()
-        self._emit(events.RunConfigured(now, spec.run_id, request_id, nonce, encoded))
+        self._emit(events.RunConfigured(now, spec.run_id, request_id, nonce, encoded, trainer_id))
         return known is None, self._runs[spec.run_id]
 
     def run(self, run_id: str) -> Groups:
@@ -52,6 +56,18 @@ class Runs:
         found = self._runs.get(run_id or self.current)
         if found is None:
             raise UnknownRun(f"There is no run {run_id!r}." if run_id else "No run is configured yet.", run_id=run_id)
+        return found
+
+    def of_trainer(self, run_id: str, trainer_id: str) -> Groups:
+        """A run, for its trainer. Raises UnknownRun, and TrainerReplaced for every other trainer."""
+        found = self.run(run_id)
+        if found.state.trainer_id != trainer_id:
+            raise TrainerReplaced(
+                f"Trainer {found.state.trainer_id!r} has taken over run {found.state.run_id!r} from {trainer_id!r}.",
+                run_id=found.state.run_id,
+                trainer_id=found.state.trainer_id,
+                replaced_trainer_id=trainer_id,
+            )
         return found
 
     def of_lease(self, lease_id: str) -> Groups:

@@ -62,7 +62,7 @@ class SampleBufferServicer(sample_buffer_pb2_grpc.SampleBufferServiceServicer):
     async def ConfigureRun(self, request: pb.ConfigureRunRequest, context: Context) -> pb.ConfigureRunResponse:
         now = self._ledger.now()
         created, groups = self._ledger.execute(
-            lambda runs: runs.configure(request.request_id, request.spec, secrets.token_hex(4), now)
+            lambda runs: runs.configure(request.request_id, request.trainer_id, request.spec, secrets.token_hex(4), now)
         )
         state = groups.state
         answer = pb.ConfigureRunResponse(
@@ -73,7 +73,13 @@ class SampleBufferServicer(sample_buffer_pb2_grpc.SampleBufferServiceServicer):
             next_group_index=state.next_group,
         )
         await self._ledger.durable()
-        log.info("run configured", run_id=state.run_id, created=created, policy_version=state.version)
+        log.info(
+            "run configured",
+            run_id=state.run_id,
+            trainer_id=state.trainer_id,
+            created=created,
+            policy_version=state.version,
+        )
         return answer
 
     async def LeaseEpisodes(self, request: pb.LeaseEpisodesRequest, context: Context) -> pb.LeaseEpisodesResponse:
@@ -153,12 +159,16 @@ class SampleBufferServicer(sample_buffer_pb2_grpc.SampleBufferServiceServicer):
 
     def _take(self, request: pb.LeaseBatchRequest) -> tuple[Batch, bool] | None:
         now = self._ledger.now()
-        return self._ledger.execute(lambda runs: runs.run(request.run_id).take(request.step, now))
+        return self._ledger.execute(
+            lambda runs: runs.of_trainer(request.run_id, request.trainer_id).take(request.step, now)
+        )
 
     async def CommitStep(self, request: pb.CommitStepRequest, context: Context) -> pb.CommitStepResponse:
         now = self._ledger.now()
         next_step = self._ledger.execute(
-            lambda runs: runs.run(request.run_id).commit(request.request_id, request.step, request.batch_id, now)
+            lambda runs: runs.of_trainer(request.run_id, request.trainer_id).commit(
+                request.request_id, request.step, request.batch_id, now
+            )
         )
         await self._ledger.durable()
         return pb.CommitStepResponse(next_commit_step=next_step)
@@ -166,7 +176,7 @@ class SampleBufferServicer(sample_buffer_pb2_grpc.SampleBufferServiceServicer):
     async def PublishVersion(self, request: pb.PublishVersionRequest, context: Context) -> pb.PublishVersionResponse:
         now = self._ledger.now()
         stale = self._ledger.execute(
-            lambda runs: runs.run(request.run_id).publish(
+            lambda runs: runs.of_trainer(request.run_id, request.trainer_id).publish(
                 request.request_id, request.policy_version, request.trained_step_count, now
             )
         )

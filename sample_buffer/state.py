@@ -165,6 +165,8 @@ class RunState:
     """Of the domains' interleaving."""
     domain_counts: list[int]
     """Groups ever admitted, by domain."""
+    trainer_id: str = ""
+    """The trainer that configured the run last. Batches are on loan to it alone."""
     next_group: int = 0
     version: int = 0
     next_commit_step: int = 0

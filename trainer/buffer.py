@@ -43,8 +43,8 @@ class BufferClient:
         self._trainer_id = trainer_id
 
     async def configure(self, spec: sample_buffer_pb2.RunSpec) -> sample_buffer_pb2.ConfigureRunResponse:
-        """Create the run, or find it again."""
-        request = sample_buffer_pb2.ConfigureRunRequest(request_id=_new_id(), spec=spec)
+        """Create the run, or find it again, and take it over: every other trainer's calls raise TrainerReplaced."""
+        request = sample_buffer_pb2.ConfigureRunRequest(request_id=_new_id(), trainer_id=self._trainer_id, spec=spec)
         return await _insist(self._stub.ConfigureRun, request)
 
     async def lease_batch(self, step: int) -> LeasedBatch:
@@ -72,7 +72,7 @@ class BufferClient:
     async def commit(self, step: int, batch_id: str) -> None:
         """Say that a checkpoint holds the step."""
         request = sample_buffer_pb2.CommitStepRequest(
-            request_id=_new_id(), run_id=self._run_id, step=step, batch_id=batch_id
+            request_id=_new_id(), run_id=self._run_id, trainer_id=self._trainer_id, step=step, batch_id=batch_id
         )
         await _insist(self._stub.CommitStep, request)
 
@@ -81,6 +81,7 @@ class BufferClient:
         request = sample_buffer_pb2.PublishVersionRequest(
             request_id=_new_id(),
             run_id=self._run_id,
+            trainer_id=self._trainer_id,
             policy_version=policy_version,
             trained_step_count=trained_step_count,
         )

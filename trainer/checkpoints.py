@@ -6,6 +6,7 @@ A folder checkpoints/step-000123 holds every step below 123. What has no state.j
 import json
 import os
 import shutil
+import uuid
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -54,29 +55,46 @@ class Checkpoints:
         return path, state
 
     def save(self, state: CheckpointState, write: Callable[[Path], None]) -> Path:
-        """Write one, durable when this returns, and drop the oldest. `write` fills an existing folder."""
+        """Write one, durable when this returns, and drop the oldest. `write` fills an existing folder.
+
+        A trainer that was replaced and has not heard of it may write the same: each has a folder of its own to fill,
+        and the first one there wins.
+        """
         path = self.folder / f"step-{state.step_count:06d}"
-        if (path / STATE_FILE).is_file():
+        if _is_complete(path):
             return path
-        work = self.folder / f".{path.name}.partial"
-        for leftover in (work, path):
-            shutil.rmtree(leftover, ignore_errors=True)
+        shutil.rmtree(path, ignore_errors=True)
+        work = self.folder / f".{path.name}.{uuid.uuid4().hex[:8]}.partial"
         work.mkdir(parents=True)
         write(work)
         (work / STATE_FILE).write_text(json.dumps(asdict(state)))
         for file in (*work.iterdir(), work):
             _sync(file)
-        work.rename(path)
+        if _is_complete(path):
+            shutil.rmtree(work)
+        else:
+            work.rename(path)
         _sync(self.folder)
-        for old in self._complete()[: -self._keep]:
-            shutil.rmtree(old)
+        self._drop_old()
         return path
 
+    def _drop_old(self) -> None:
+        complete = self._complete()
+        oldest = _step(complete[-self._keep :][0])
+        partial = self.folder.glob(".step-*")
+        for old in [path for path in (*complete, *partial) if _step(path) < oldest]:
+            shutil.rmtree(old)
+
     def _complete(self) -> list[Path]:
-        return sorted(
-            (path for path in self.folder.glob("step-*") if (path / STATE_FILE).is_file()),
-            key=lambda path: int(path.name.removeprefix("step-")),
-        )
+        return sorted(filter(_is_complete, self.folder.glob("step-*")), key=_step)
+
+
+def _is_complete(path: Path) -> bool:
+    return (path / STATE_FILE).is_file()
+
+
+def _step(path: Path) -> int:
+    return int(path.name.lstrip(".").removeprefix("step-").partition(".")[0])
 
 
 def replace_folder(path: Path, write: Callable[[Path], None]) -> None:

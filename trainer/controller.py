@@ -67,7 +67,10 @@ class Controller:
         self._last_batch_id = ""
 
     async def run(self) -> None:
-        """Learn until the run is over, or until asked to stop; either way everything learnt is saved."""
+        """Learn until the run is over, or until asked to stop; either way everything learnt is saved.
+
+        Raises ConfigError, and TrainerReplaced when another trainer takes the run over.
+        """
         try:
             await self._start()
             await self._learn()
@@ -98,17 +101,14 @@ class Controller:
     # --- start ---
 
     async def _start(self) -> None:
-        found = self._checkpoints.newest()
+        is_new = self._checkpoints.newest() is None
         self._built = await self.compute(self._build)
-        if found is None:
+        if is_new:
             await self._warm_start()
-        else:
-            path, state = found
-            await self.compute(self._learner.load, path)
-            self._step, self._last_batch_id = state.step_count, state.last_batch_id
-            self._progress.checkpoint_path = str(path)
-        self._progress.resume(self._step)
-        await self._find_run()
+        run = await self._take_over()
+        # Not earlier: until here another trainer may have gone on.
+        await self._load_newest()
+        await self._go_on_from(run)
         if self._step >= self._delivered:
             await self._publish()
 
@@ -124,14 +124,25 @@ class Controller:
             log.info("warm start done", loss=round(last, 4))
         self._progress.enter(trainer_pb2.PHASE_LOADING)
 
-    async def _find_run(self) -> None:
-        """Learn from sample_buffer where the run stands, and commit what only the checkpoint knows of."""
+    async def _take_over(self) -> sample_buffer_pb2.ConfigureRunResponse:
+        """Be the run's one trainer; where the run stands."""
         try:
-            run = await self._unless(self._controls.until_draining, self._buffer.configure(self._run.to_proto()))
+            return await self._unless(self._controls.until_draining, self._buffer.configure(self._run.to_proto()))
         except (RunMismatch, InvalidArgument) as error:
             raise ConfigError(f"run: {error}") from None
         except Interrupted:
             raise Draining from None
+
+    async def _load_newest(self) -> None:
+        if (found := self._checkpoints.newest()) is not None:
+            path, state = found
+            await self.compute(self._learner.load, path)
+            self._step, self._last_batch_id = state.step_count, state.last_batch_id
+            self._progress.checkpoint_path = str(path)
+        self._progress.resume(self._step)
+
+    async def _go_on_from(self, run: sample_buffer_pb2.ConfigureRunResponse) -> None:
+        """Commit what only the checkpoint knows of, and repeat what only sample_buffer knows of."""
         _check_agrees(run, self._step, self._run.name)
         self._delivered, self._committed = run.next_batch_step, run.next_commit_step
         self._progress.published(run.policy_version)
@@ -188,11 +199,9 @@ class Controller:
         outcome = await self.compute(self._learner.learn, batch, leased.groups)
         trained = time.monotonic()
         self._step, self._last_batch_id = batch.step + 1, batch.batch_id
-        try:
-            if self._step >= self._delivered:
-                await self._publish()
-        finally:
-            report = StepReport(
+
+        def report() -> None:
+            done = StepReport(
                 step=batch.step,
                 mean_reward=outcome.mean_reward,
                 metrics=outcome.metrics,
@@ -202,8 +211,16 @@ class Controller:
                 policy_version=self._progress.policy_version,
                 time=time.time(),
             )
-            self._progress.stepped(report)
-        _log_step(report)
+            self._progress.stepped(done)
+            _log_step(done)
+
+        try:
+            if self._step >= self._delivered:
+                await self._publish()
+        except Draining:
+            report()
+            raise
+        report()
         if self._step % self._config.checkpoint_every == 0:
             await self._save_and_commit()
         if self._config.validation_every and self._step % self._config.validation_every == 0 and not self._is_over():

@@ -9,6 +9,7 @@ from grpc import aio
 
 from rollfarm import rpc, service
 from rollfarm.config import ConfigError
+from rollfarm.errors import TrainerReplaced
 from rollfarm.v1 import llm_proxy_pb2_grpc, sample_buffer_pb2_grpc, trainer_pb2_grpc
 from trainer import ranks, warm_start
 from trainer.buffer import BufferClient
@@ -111,6 +112,8 @@ def _config_error(group: BaseExceptionGroup) -> ConfigError | None:
     """The first wrong setting among what went wrong."""
     for error in group.exceptions:
         found = _config_error(error) if isinstance(error, BaseExceptionGroup) else error
+        if isinstance(found, TrainerReplaced):
+            return ConfigError(f"run.name: {found}")
         if isinstance(found, ConfigError):
             return found
     return None

@@ -386,8 +386,11 @@ class ConfigureRunRequest(_message.Message):
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     SPEC_FIELD_NUMBER: _builtins.int
+    TRAINER_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """UUID4."""
+    trainer_id: _builtins.str
+    """The trainer that takes the run over: a new name at every start."""
     @_builtins.property
     def spec(self) -> Global___RunSpec:
         """The whole spec."""
@@ -397,10 +400,11 @@ class ConfigureRunRequest(_message.Message):
         *,
         request_id: _builtins.str = ...,
         spec: Global___RunSpec | None = ...,
+        trainer_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "spec", b"spec", "trainer_id", b"trainer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -708,7 +712,7 @@ class LeaseBatchRequest(_message.Message):
     run_id: _builtins.str
     """The run."""
     trainer_id: _builtins.str
-    """The trainer that asks, for the log."""
+    """The trainer that asks, by the name that it configured the run with."""
     step: _builtins.int
     """The step, from 0."""
     def __init__(
@@ -770,6 +774,7 @@ class CommitStepRequest(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     BATCH_ID_FIELD_NUMBER: _builtins.int
+    TRAINER_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """UUID4."""
     run_id: _builtins.str
@@ -778,6 +783,8 @@ class CommitStepRequest(_message.Message):
     """This step and every earlier one."""
     batch_id: _builtins.str
     """The batch that was delivered for the step."""
+    trainer_id: _builtins.str
+    """The trainer that it was delivered to."""
     def __init__(
         self,
         *,
@@ -785,10 +792,11 @@ class CommitStepRequest(_message.Message):
         run_id: _builtins.str = ...,
         step: _builtins.int = ...,
         batch_id: _builtins.str = ...,
+        trainer_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "request_id", b"request_id", "run_id", b"run_id", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_id", b"batch_id", "request_id", b"request_id", "run_id", b"run_id", "step", b"step", "trainer_id", b"trainer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -826,6 +834,7 @@ class PublishVersionRequest(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     TRAINED_STEP_COUNT_FIELD_NUMBER: _builtins.int
+    TRAINER_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """UUID4."""
     run_id: _builtins.str
@@ -834,6 +843,8 @@ class PublishVersionRequest(_message.Message):
     """The newest version + 1."""
     trained_step_count: _builtins.int
     """Steps that the version was trained on: it contains every step below this one."""
+    trainer_id: _builtins.str
+    """The trainer that trained it."""
     def __init__(
         self,
         *,
@@ -841,10 +852,11 @@ class PublishVersionRequest(_message.Message):
         run_id: _builtins.str = ...,
         policy_version: _builtins.int = ...,
         trained_step_count: _builtins.int = ...,
+        trainer_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version", "request_id", b"request_id", "run_id", b"run_id", "trained_step_count", b"trained_step_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["policy_version", b"policy_version", "request_id", b"request_id", "run_id", b"run_id", "trained_step_count", b"trained_step_count", "trainer_id", b"trainer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

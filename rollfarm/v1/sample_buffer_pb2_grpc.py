@@ -113,7 +113,8 @@ class SampleBufferServiceServicer(object):
     """
 
     def ConfigureRun(self, request, context):
-        """Called by the trainer when it starts: creates the run, or finds it again.
+        """Called by the trainer when it starts: creates the run, or finds it again, and takes it over. The batches of a run
+        are on loan to the trainer that configured it last; every other one is told TRAINER_REPLACED, and ends.
 
         Errors: FAILED_PRECONDITION/RUN_MISMATCH (an existing run has another spec: start a new run, or restore the old
         settings), INVALID_ARGUMENT.
@@ -164,7 +165,8 @@ class SampleBufferServiceServicer(object):
         Idempotent by step: a step that was leased before and is not committed is delivered again, byte for byte.
         Streams the batch in messages of at most 4 MiB; the last one says so. Long poll: an empty stream just before
         the deadline means "not yet".
-        Errors: FAILED_PRECONDITION/STEP_OUT_OF_ORDER (neither delivered before nor next; metadata names the next one).
+        Errors: FAILED_PRECONDITION/STEP_OUT_OF_ORDER (neither delivered before nor next; metadata names the next one),
+        FAILED_PRECONDITION/TRAINER_REPLACED (end).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -173,7 +175,8 @@ class SampleBufferServiceServicer(object):
     def CommitStep(self, request, context):
         """Called by the trainer once a checkpoint holds the step: this step and every earlier one are never delivered again.
 
-        Errors: FAILED_PRECONDITION/UNKNOWN_BATCH (that batch was never delivered for that step).
+        Errors: FAILED_PRECONDITION/UNKNOWN_BATCH (that batch was never delivered for that step),
+        FAILED_PRECONDITION/TRAINER_REPLACED (end).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -183,7 +186,8 @@ class SampleBufferServiceServicer(object):
         """Called by the trainer before llm_proxy serves the version: advances the clock and frees the credits of the
         batches that the version was trained on.
 
-        Errors: FAILED_PRECONDITION/VERSION_OUT_OF_ORDER (metadata names the newest version).
+        Errors: FAILED_PRECONDITION/VERSION_OUT_OF_ORDER (metadata names the newest version),
+        FAILED_PRECONDITION/TRAINER_REPLACED (end).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

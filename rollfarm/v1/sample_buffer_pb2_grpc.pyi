@@ -38,7 +38,8 @@ class SampleBufferServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> SampleBufferServiceAsyncStub: ...
     ConfigureRun: _grpc.UnaryUnaryMultiCallable[_sample_buffer_pb2.ConfigureRunRequest, _sample_buffer_pb2.ConfigureRunResponse]
-    """Called by the trainer when it starts: creates the run, or finds it again.
+    """Called by the trainer when it starts: creates the run, or finds it again, and takes it over. The batches of a run
+    are on loan to the trainer that configured it last; every other one is told TRAINER_REPLACED, and ends.
 
     Errors: FAILED_PRECONDITION/RUN_MISMATCH (an existing run has another spec: start a new run, or restore the old
     settings), INVALID_ARGUMENT.
@@ -68,18 +69,21 @@ class SampleBufferServiceStub:
     Idempotent by step: a step that was leased before and is not committed is delivered again, byte for byte.
     Streams the batch in messages of at most 4 MiB; the last one says so. Long poll: an empty stream just before
     the deadline means "not yet".
-    Errors: FAILED_PRECONDITION/STEP_OUT_OF_ORDER (neither delivered before nor next; metadata names the next one).
+    Errors: FAILED_PRECONDITION/STEP_OUT_OF_ORDER (neither delivered before nor next; metadata names the next one),
+    FAILED_PRECONDITION/TRAINER_REPLACED (end).
     """
     CommitStep: _grpc.UnaryUnaryMultiCallable[_sample_buffer_pb2.CommitStepRequest, _sample_buffer_pb2.CommitStepResponse]
     """Called by the trainer once a checkpoint holds the step: this step and every earlier one are never delivered again.
 
-    Errors: FAILED_PRECONDITION/UNKNOWN_BATCH (that batch was never delivered for that step).
+    Errors: FAILED_PRECONDITION/UNKNOWN_BATCH (that batch was never delivered for that step),
+    FAILED_PRECONDITION/TRAINER_REPLACED (end).
     """
     PublishVersion: _grpc.UnaryUnaryMultiCallable[_sample_buffer_pb2.PublishVersionRequest, _sample_buffer_pb2.PublishVersionResponse]
     """Called by the trainer before llm_proxy serves the version: advances the clock and frees the credits of the
     batches that the version was trained on.
 
-    Errors: FAILED_PRECONDITION/VERSION_OUT_OF_ORDER (metadata names the newest version).
+    Errors: FAILED_PRECONDITION/VERSION_OUT_OF_ORDER (metadata names the newest version),
+    FAILED_PRECONDITION/TRAINER_REPLACED (end).
     """
     StartValidation: _grpc.UnaryUnaryMultiCallable[_sample_buffer_pb2.StartValidationRequest, _sample_buffer_pb2.StartValidationResponse]
     """Called by the trainer: asks for validation episodes, which have a queue of their own and use no credits."""
@@ -115,7 +119,8 @@ class SampleBufferServiceAsyncStub(SampleBufferServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     ConfigureRun: _aio.UnaryUnaryMultiCallable[_sample_buffer_pb2.ConfigureRunRequest, _sample_buffer_pb2.ConfigureRunResponse]  # type: ignore[assignment]
-    """Called by the trainer when it starts: creates the run, or finds it again.
+    """Called by the trainer when it starts: creates the run, or finds it again, and takes it over. The batches of a run
+    are on loan to the trainer that configured it last; every other one is told TRAINER_REPLACED, and ends.
 
     Errors: FAILED_PRECONDITION/RUN_MISMATCH (an existing run has another spec: start a new run, or restore the old
     settings), INVALID_ARGUMENT.
@@ -145,18 +150,21 @@ class SampleBufferServiceAsyncStub(SampleBufferServiceStub):
     Idempotent by step: a step that was leased before and is not committed is delivered again, byte for byte.
     Streams the batch in messages of at most 4 MiB; the last one says so. Long poll: an empty stream just before
     the deadline means "not yet".
-    Errors: FAILED_PRECONDITION/STEP_OUT_OF_ORDER (neither delivered before nor next; metadata names the next one).
+    Errors: FAILED_PRECONDITION/STEP_OUT_OF_ORDER (neither delivered before nor next; metadata names the next one),
+    FAILED_PRECONDITION/TRAINER_REPLACED (end).
     """
     CommitStep: _aio.UnaryUnaryMultiCallable[_sample_buffer_pb2.CommitStepRequest, _sample_buffer_pb2.CommitStepResponse]  # type: ignore[assignment]
     """Called by the trainer once a checkpoint holds the step: this step and every earlier one are never delivered again.
 
-    Errors: FAILED_PRECONDITION/UNKNOWN_BATCH (that batch was never delivered for that step).
+    Errors: FAILED_PRECONDITION/UNKNOWN_BATCH (that batch was never delivered for that step),
+    FAILED_PRECONDITION/TRAINER_REPLACED (end).
     """
     PublishVersion: _aio.UnaryUnaryMultiCallable[_sample_buffer_pb2.PublishVersionRequest, _sample_buffer_pb2.PublishVersionResponse]  # type: ignore[assignment]
     """Called by the trainer before llm_proxy serves the version: advances the clock and frees the credits of the
     batches that the version was trained on.
 
-    Errors: FAILED_PRECONDITION/VERSION_OUT_OF_ORDER (metadata names the newest version).
+    Errors: FAILED_PRECONDITION/VERSION_OUT_OF_ORDER (metadata names the newest version),
+    FAILED_PRECONDITION/TRAINER_REPLACED (end).
     """
     StartValidation: _aio.UnaryUnaryMultiCallable[_sample_buffer_pb2.StartValidationRequest, _sample_buffer_pb2.StartValidationResponse]  # type: ignore[assignment]
     """Called by the trainer: asks for validation episodes, which have a queue of their own and use no credits."""
@@ -195,7 +203,8 @@ class SampleBufferServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _sample_buffer_pb2.ConfigureRunRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_sample_buffer_pb2.ConfigureRunResponse, _abc.Awaitable[_sample_buffer_pb2.ConfigureRunResponse]]:
-        """Called by the trainer when it starts: creates the run, or finds it again.
+        """Called by the trainer when it starts: creates the run, or finds it again, and takes it over. The batches of a run
+        are on loan to the trainer that configured it last; every other one is told TRAINER_REPLACED, and ends.
 
         Errors: FAILED_PRECONDITION/RUN_MISMATCH (an existing run has another spec: start a new run, or restore the old
         settings), INVALID_ARGUMENT.
@@ -255,7 +264,8 @@ class SampleBufferServiceServicer(metaclass=_abc_1.ABCMeta):
         Idempotent by step: a step that was leased before and is not committed is delivered again, byte for byte.
         Streams the batch in messages of at most 4 MiB; the last one says so. Long poll: an empty stream just before
         the deadline means "not yet".
-        Errors: FAILED_PRECONDITION/STEP_OUT_OF_ORDER (neither delivered before nor next; metadata names the next one).
+        Errors: FAILED_PRECONDITION/STEP_OUT_OF_ORDER (neither delivered before nor next; metadata names the next one),
+        FAILED_PRECONDITION/TRAINER_REPLACED (end).
         """
 
     @_abc_1.abstractmethod
@@ -266,7 +276,8 @@ class SampleBufferServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_sample_buffer_pb2.CommitStepResponse, _abc.Awaitable[_sample_buffer_pb2.CommitStepResponse]]:
         """Called by the trainer once a checkpoint holds the step: this step and every earlier one are never delivered again.
 
-        Errors: FAILED_PRECONDITION/UNKNOWN_BATCH (that batch was never delivered for that step).
+        Errors: FAILED_PRECONDITION/UNKNOWN_BATCH (that batch was never delivered for that step),
+        FAILED_PRECONDITION/TRAINER_REPLACED (end).
         """
 
     @_abc_1.abstractmethod
@@ -278,7 +289,8 @@ class SampleBufferServiceServicer(metaclass=_abc_1.ABCMeta):
         """Called by the trainer before llm_proxy serves the version: advances the clock and frees the credits of the
         batches that the version was trained on.
 
-        Errors: FAILED_PRECONDITION/VERSION_OUT_OF_ORDER (metadata names the newest version).
+        Errors: FAILED_PRECONDITION/VERSION_OUT_OF_ORDER (metadata names the newest version),
+        FAILED_PRECONDITION/TRAINER_REPLACED (end).
         """
 
     @_abc_1.abstractmethod

@@ -46,7 +46,7 @@ def make_runs(spec: pb.RunSpec, *, retained: int = 1000, remembered: int = 1000)
     """The state with one run."""
     runs = Runs()
     runs.limit(retained, remembered, 0.0)
-    runs.configure("configure", spec, "nonce", 0.0)
+    runs.configure("configure", "trainer", spec, "nonce", 0.0)
     return runs
 
 
@@ -197,9 +197,9 @@ class Valkey:
 
 
 async def take_batch(
-    stub: "sample_buffer_pb2_grpc.SampleBufferServiceAsyncStub", step: int
+    stub: "sample_buffer_pb2_grpc.SampleBufferServiceAsyncStub", step: int, *, trainer: str = "trainer"
 ) -> list[pb.LeaseBatchResponse]:
-    request = pb.LeaseBatchRequest(run_id="run", trainer_id="trainer", step=step)
+    request = pb.LeaseBatchRequest(run_id="run", trainer_id=trainer, step=step)
     return [message async for message in rpc.stream(stub.LeaseBatch, request, timeout=10)]
 
 

@@ -119,24 +119,26 @@ def test_a_spec_is_refused(name: str) -> None:
     spoil(spec)
 
     with pytest.raises(InvalidArgument, match=message):
-        runs.configure(request_id(), spec, "other", 0.0)
+        runs.configure(request_id(), "trainer", spec, "other", 0.0)
 
 
 def test_a_run_that_exists_is_found_and_only_its_step_count_may_change() -> None:
     runs = make_runs(make_spec(steps=5))
 
-    found, groups = runs.configure(request_id(), make_spec(steps=9), "other", 0.0)
+    found, groups = runs.configure(request_id(), "trainer", make_spec(steps=9), "other", 0.0)
 
     assert (found, groups.spec.step_count, groups.state.nonce) == (False, 9, "nonce")
     with pytest.raises(RunMismatch, match="another alpha, filters") as refused:
-        runs.configure(request_id(), make_spec(alpha=2.0, filters=[FilterConfig(name="difficulty")]), "other", 0.0)
+        runs.configure(
+            request_id(), "trainer", make_spec(alpha=2.0, filters=[FilterConfig(name="difficulty")]), "other", 0.0
+        )
     assert refused.value.facts["fields"] == "alpha,filters"
 
 
 def test_a_second_run_becomes_the_current_one_and_the_first_is_still_there() -> None:
     runs = make_runs(make_spec())
     (old,) = lease(runs.run(""), 1)
-    runs.configure(request_id(), make_spec(name="second"), "later", 0.0)
+    runs.configure(request_id(), "trainer", make_spec(name="second"), "later", 0.0)
 
     (new,) = lease(runs.run(""), 1)
 

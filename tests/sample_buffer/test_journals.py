@@ -52,7 +52,7 @@ async def opened(journal: Journal, *, now: Callable[[], float] | None = None, **
 
 
 def configure(ledger: Ledger) -> None:
-    ledger.execute(lambda runs: runs.configure("configure", make_spec(), "nonce", 0.0))
+    ledger.execute(lambda runs: runs.configure("configure", "trainer", make_spec(), "nonce", 0.0))
 
 
 def lease(ledger: Ledger, request: str, count: int = 1) -> list[Lease]:
@@ -240,7 +240,7 @@ async def test_payloads_that_a_run_retained_leave_the_journal_when_another_begin
         ledger.execute(lambda runs: runs.run("").take(0, 0.0))
         ledger.execute(lambda runs: runs.run("").commit("commit", 0, "nonce-step-0", 0.0))
         await ledger.durable()
-        ledger.execute(lambda runs: runs.configure("another", make_spec(name="another"), "other", 0.0))
+        ledger.execute(lambda runs: runs.configure("another", "trainer", make_spec(name="another"), "other", 0.0))
         await ledger.durable()
     journal = make_journal()
     await journal.open()

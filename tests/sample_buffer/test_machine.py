@@ -2,10 +2,12 @@
 
 from collections import Counter
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from rollfarm.errors import TrainerReplaced
 from rollfarm.run import FilterConfig
 from rollfarm.v1 import sample_buffer_pb2 as pb
 from rollfarm.v1 import trajectory_pb2 as tp
@@ -41,14 +43,37 @@ class LedgerMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.runs = Runs()
         self.runs.limit(retained, 1000, 0.0)
-        self.runs.configure("configure", self.spec, "nonce", 0.0)
+        self.runs.configure("configure", "trainer 0", self.spec, "nonce", 0.0)
+        self.trainers = ["trainer 0"]
         self.held: list[Lease] = []
         self.taken: Counter[str] = Counter()
         self.handed = 0
 
     @property
     def groups(self) -> Groups:
-        return self.runs.run("")
+        return self.runs.of_trainer("", self.trainers[-1])
+
+    @rule(repeat=st.booleans())
+    def trainer_restarts(self, repeat: bool) -> None:
+        """It takes over at once, and gets what was delivered and not committed, byte for byte."""
+        before = dict(self.groups.state.batches)
+        self.trainers.append(f"trainer {len(self.trainers)}")
+        for _ in range(1 + repeat):
+            self.runs.configure(self.trainers[-1], self.trainers[-1], self.spec, "nonce", self.now)
+        assert {step: self.groups.take(step, self.now) for step in before} == {
+            step: (batch, True) for step, batch in before.items()
+        }
+
+    @precondition(lambda self: len(self.trainers) > 1)
+    @rule(data=st.data())
+    def an_earlier_trainer_lives_on(self, data: st.DataObject) -> None:
+        earlier = data.draw(st.sampled_from(self.trainers[:-1]))
+        before = self.runs.dump()
+        if earlier != "trainer 0":
+            self.runs.configure(earlier, earlier, self.spec, "nonce", self.now)
+        with pytest.raises(TrainerReplaced):
+            self.runs.of_trainer(self.spec.run_id, earlier)
+        assert self.runs.dump() == before
 
     @rule(count=st.integers(1, 8), worlds=WORLDS)
     def lease(self, count: int, worlds: list[str]) -> None:
@@ -128,11 +153,11 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule()
     def another_run_has_its_turn(self) -> None:
-        self.runs.configure(request_id(), self.other, "other", self.now)
+        self.runs.configure(request_id(), "another", self.other, "other", self.now)
         state = self.runs.run(self.spec.run_id).state
         assert not state.retired
         assert len(state.answers) + len(state.ended) <= 2 * IDLE.remembered_requests
-        self.runs.configure(request_id(), self.spec, "nonce", self.now)
+        self.runs.configure(request_id(), self.trainers[-1], self.spec, "nonce", self.now)
 
     @rule(snapshot_at=st.floats(0, 1))
     def restart(self, snapshot_at: float) -> None:

@@ -25,7 +25,7 @@ def flags(valkey: Valkey) -> tuple[str, ...]:
 
 
 async def configure(stub: object) -> pb.ConfigureRunResponse:
-    request = pb.ConfigureRunRequest(request_id=request_id(), spec=make_spec())
+    request = pb.ConfigureRunRequest(request_id=request_id(), trainer_id="trainer", spec=make_spec())
     return await rpc.call(stub.ConfigureRun, request, timeout=10)  # pyright: ignore
 
 

@@ -1,5 +1,9 @@
 """Several runs in one journal."""
 
+import pytest
+
+from rollfarm.errors import TrainerReplaced
+from sample_buffer import events
 from sample_buffer.groups import Groups
 from sample_buffer.runs import Runs
 from sample_buffer.state import IDLE
@@ -7,7 +11,7 @@ from tests.sample_buffer.support import fill, lease, make_runs, make_spec, publi
 
 
 def configure(runs: Runs, name: str) -> Groups:
-    return runs.configure(request_id(), make_spec(name=name), f"{name}-nonce", 0.0)[1]
+    return runs.configure(request_id(), "trainer", make_spec(name=name), f"{name}-nonce", 0.0)[1]
 
 
 def step(groups: Groups, number: int, *, committed: bool = True) -> None:
@@ -17,6 +21,51 @@ def step(groups: Groups, number: int, *, committed: bool = True) -> None:
     publish(groups, trained=number + 1)
     if committed:
         groups.commit(request_id(), number, groups.fold.batch_id(number), 0.0)
+
+
+def test_the_trainer_that_configured_a_run_last_has_taken_it_over() -> None:
+    runs = make_runs(make_spec())
+
+    first = runs.of_trainer("run", "trainer")
+    created, _ = runs.configure("again", "restarted", make_spec(), "other", 1.0)
+
+    assert not created
+    assert runs.of_trainer("run", "restarted") is first
+    with pytest.raises(TrainerReplaced, match="'restarted' has taken over run 'run' from 'trainer'"):
+        runs.of_trainer("run", "trainer")
+
+
+def test_a_repeated_call_of_a_trainer_that_was_replaced_takes_nothing_back() -> None:
+    runs = make_runs(make_spec())
+    runs.configure("again", "restarted", make_spec(), "other", 1.0)
+    before = runs.dump()
+
+    assert runs.configure("configure", "trainer", make_spec(), "nonce", 2.0)[0]
+    assert runs.configure("once more", "restarted", make_spec(), "nonce", 3.0)[0] is False
+
+    assert runs.dump() == before
+
+
+def test_each_run_has_a_trainer_of_its_own() -> None:
+    runs = make_runs(make_spec(name="first"))
+    runs.configure(request_id(), "another", make_spec(name="second"), "other", 0.0)
+
+    runs.of_trainer("first", "trainer")
+
+    with pytest.raises(TrainerReplaced):
+        runs.of_trainer("second", "trainer")
+
+
+def test_a_journal_from_before_runs_had_trainers_is_read() -> None:
+    old = events.encode([events.RunConfigured(0.0, "run", "configure", "nonce", "CgNydW4=")])
+    old = old.replace(b',""]', b"]")
+
+    runs = Runs()
+    for event in events.decode(old):
+        runs.apply(event)
+
+    assert b'""' not in old
+    assert runs.run("run").state.trainer_id == ""
 
 
 def test_a_run_forgets_what_it_retained_when_another_begins_and_goes_on_where_it_was() -> None:

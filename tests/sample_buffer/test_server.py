@@ -9,7 +9,14 @@ from structlog.testing import capture_logs
 
 from rollfarm import rpc, service
 from rollfarm.config import Listen
-from rollfarm.errors import InvalidTrajectory, StepOutOfOrder, UnknownRun, UnknownTrajectory, UnknownValidation
+from rollfarm.errors import (
+    InvalidTrajectory,
+    StepOutOfOrder,
+    TrainerReplaced,
+    UnknownRun,
+    UnknownTrajectory,
+    UnknownValidation,
+)
 from rollfarm.v1 import sample_buffer_pb2 as pb
 from rollfarm.v1 import sample_buffer_pb2_grpc
 from sample_buffer.config import SampleBufferConfig
@@ -28,15 +35,29 @@ class Served:
         self.stop = stop
         self.stub = sample_buffer_pb2_grpc.SampleBufferServiceStub(channel)
 
-    async def configure(self, *, alpha: float = 1.0, steps: int = 0) -> pb.ConfigureRunResponse:
-        request = pb.ConfigureRunRequest(request_id=request_id(), spec=make_spec(alpha=alpha, steps=steps))
+    async def configure(
+        self, *, alpha: float = 1.0, steps: int = 0, trainer: str = "trainer"
+    ) -> pb.ConfigureRunResponse:
+        request = pb.ConfigureRunRequest(
+            request_id=request_id(), trainer_id=trainer, spec=make_spec(alpha=alpha, steps=steps)
+        )
         return await rpc.call(self.stub.ConfigureRun, request, timeout=5)
 
-    async def publish(self, version: int, trained: int = 0) -> pb.PublishVersionResponse:
+    async def publish(self, version: int, trained: int = 0, *, trainer: str = "trainer") -> pb.PublishVersionResponse:
         request = pb.PublishVersionRequest(
-            request_id=request_id(), run_id="run", policy_version=version, trained_step_count=trained
+            request_id=request_id(),
+            run_id="run",
+            trainer_id=trainer,
+            policy_version=version,
+            trained_step_count=trained,
         )
         return await rpc.call(self.stub.PublishVersion, request, timeout=5)
+
+    async def commit(self, step: int, batch_id: str, *, trainer: str = "trainer") -> pb.CommitStepResponse:
+        request = pb.CommitStepRequest(
+            request_id=request_id(), run_id="run", trainer_id=trainer, step=step, batch_id=batch_id
+        )
+        return await rpc.call(self.stub.CommitStep, request, timeout=5)
 
     async def status(self) -> pb.GetStatusResponse:
         return await rpc.call(self.stub.GetStatus, pb.GetStatusRequest(), timeout=5)
@@ -71,8 +92,7 @@ async def test_a_run_from_its_first_lease_to_its_last_commit(served: Served) -> 
         await complete_all(served.stub, await lease_all(served.stub))
         (message,) = await take_batch(served.stub, step)
         await served.publish(step + 2, step + 1)
-        commit = pb.CommitStepRequest(request_id=request_id(), run_id="run", step=step, batch_id=message.batch.batch_id)
-        committed = await rpc.call(served.stub.CommitStep, commit, timeout=5)
+        committed = await served.commit(step, message.batch.batch_id)
         assert (message.last, len(message.groups), committed.next_commit_step) == (True, 2, step + 1)
 
     status = await served.status()
@@ -94,7 +114,7 @@ async def test_a_long_poll_without_work_answers_with_nothing_before_the_deadline
     await lease_all(served.stub)
 
     assert await served.poll_leases(0.5) == []
-    request = pb.LeaseBatchRequest(run_id="run", step=0)
+    request = pb.LeaseBatchRequest(run_id="run", trainer_id="trainer", step=0)
     assert [message async for message in rpc.stream(served.stub.LeaseBatch, request, timeout=0.5)] == []
 
 
@@ -118,6 +138,25 @@ async def test_long_polls_end_when_the_service_stops(served: Served) -> None:
 
     async with asyncio.timeout(5):
         assert await waiting == []
+
+
+async def test_a_trainer_that_another_one_replaced_is_told_so_even_while_it_waits(served: Served) -> None:
+    await served.configure(trainer="old")
+    waiting = asyncio.create_task(take_batch(served.stub, 0, trainer="old"))
+    await served.status()
+
+    found = await served.configure(trainer="new")
+
+    with pytest.raises(TrainerReplaced, match="'new' has taken over run 'run' from 'old'"):
+        await waiting
+    with pytest.raises(TrainerReplaced):
+        await served.publish(1, trainer="old")
+    await complete_all(served.stub, await lease_all(served.stub))
+    (message,) = await take_batch(served.stub, 0, trainer="new")
+    with pytest.raises(TrainerReplaced):
+        await served.commit(0, message.batch.batch_id, trainer="old")
+    await served.commit(0, message.batch.batch_id, trainer="new")
+    assert (found.created, (await served.status()).policy_version) == (False, 0)
 
 
 async def test_validation_is_waited_for_and_measured(served: Served) -> None:

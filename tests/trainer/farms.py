@@ -61,7 +61,7 @@ class Farm:
         controller = Controller(
             self.root,
             lambda: build_learner(self.root),
-            BufferClient(self.buffer, run_id=run.name, trainer_id="trainer"),
+            BufferClient(self.buffer, run_id=run.name, trainer_id=uuid.uuid4().hex),
             publisher,
             Checkpoints(run.path / "checkpoints", run_id=run.name, keep=2),
             progress,

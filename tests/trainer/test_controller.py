@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from rollfarm.config import ConfigError
+from rollfarm.errors import TrainerReplaced
 from rollfarm.v1 import trainer_pb2
 from tests.trainer.farms import farm
 
@@ -68,6 +69,25 @@ async def test_a_crash_repeats_uncommitted_batches_in_silence_and_changes_nothin
         assert (after.next_commit_step, after.committed_trajectory_count) == (6, 48)
         for name, tensor in straight.weights().items():
             assert torch.equal(run.weights()[name], tensor), name
+
+
+async def test_a_trainer_that_another_one_replaces_ends_and_the_run_goes_on_without_it(
+    buffer_address: str, model_path: Path, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"checkpoint_every": 1, "validation_episodes": 0}
+    async with farm(buffer_address, model_path, tmp_path, **settings) as run:
+        run = run.with_run(steps=12)
+        first, second = run.trainer(), run.trainer()
+        replaced = asyncio.create_task(first.controller.run())
+        await first.until(lambda progress: progress.step_count >= 2)
+
+        await second.controller.run()
+
+        with pytest.raises(TrainerReplaced, match="has taken over"):
+            await replaced
+        assert first.progress.step_count < 12
+        assert [line["step"] for line in run.metrics("step")] == list(range(12))
+        assert (await run.status()).next_commit_step == 12
 
 
 async def test_a_trainer_asked_to_stop_saves_and_the_next_one_repeats_nothing(

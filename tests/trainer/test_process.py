@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from rollfarm import rpc
+from rollfarm.config import EXIT_BAD_CONFIG
 from rollfarm.v1 import trainer_pb2, trainer_pb2_grpc
 from tests.trainer.conftest import ROOT, free_port
 from tests.trainer.farms import Farm, farm
@@ -105,6 +106,22 @@ async def test_killed_at_any_step_it_goes_on_by_itself_and_stops_when_asked(
         assert await third.exits() == [0]
         assert [line["step"] for line in run.metrics("step")] == list(range(40))
         assert (await run.status()).next_commit_step == 40
+
+
+async def test_a_second_trainer_takes_the_run_over_at_once_and_the_first_one_ends(
+    buffer_address: str, model_path: Path, tmp_path: Path
+) -> None:
+    async with farm(buffer_address, model_path, tmp_path, validation_episodes=0) as run:
+        run = run.with_run(steps=200)
+        first = Process(run, buffer_address, run.proxy_address)
+        await first.until_step(3)
+
+        second = Process(run, buffer_address, run.proxy_address)
+
+        assert await first.exits() == [EXIT_BAD_CONFIG]
+        assert await second.exits() == [0]
+        assert [line["step"] for line in run.metrics("step")] == list(range(200))
+        assert (await run.status()).next_commit_step == 200
 
 
 async def test_two_ranks_go_down_together_and_go_on_together(
