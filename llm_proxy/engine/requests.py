@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from rollfarm.errors import FarmError, InvalidArgument, to_failure
+from rollfarm.generation import check_prompt, check_sampling
 from rollfarm.tokens import Ids, pack_ids, pack_logprobs, unpack_ids
 from rollfarm.v1 import engine_pb2, trajectory_pb2
 
@@ -116,11 +115,11 @@ class Chunk:
 def decode(generation: engine_pb2.Generation, key: str, limits: Limits) -> Request:
     """The request behind `generation`. Raises InvalidArgument."""
     prompt = unpack_ids(generation.prompt_token_ids)
-    _check_prompt(prompt, limits)
+    check_prompt(prompt, context_tokens=limits.context_token_count, vocabulary_size=limits.vocabulary_size)
     if generation.images:
         raise InvalidArgument("This engine takes no images.")
     sampling = generation.sampling
-    _check_sampling(sampling, limits)
+    check_sampling(sampling, vocabulary_size=limits.vocabulary_size)
     return Request(
         key=key,
         prompt=prompt,
@@ -133,35 +132,3 @@ def decode(generation: engine_pb2.Generation, key: str, limits: Limits) -> Reque
         stop_token_ids=frozenset(sampling.stop_token_ids),
         session_id=generation.session_id,
     )
-
-
-def _check_prompt(prompt: Ids, limits: Limits) -> None:
-    if not len(prompt):
-        raise InvalidArgument("The prompt is empty; at least one token is needed.")
-    if len(prompt) >= limits.context_token_count:
-        raise InvalidArgument(
-            f"The prompt has {len(prompt)} tokens, which leaves none for output in {limits.context_token_count}.",
-            prompt_token_count=len(prompt),
-            context_token_count=limits.context_token_count,
-        )
-    outside = prompt[(prompt < 0) | (prompt >= limits.vocabulary_size)]
-    if len(outside):
-        raise InvalidArgument(
-            f"Token id {outside[0]} is outside of the vocabulary of {limits.vocabulary_size}.",
-            token_id=outside[0],
-            vocabulary_size=limits.vocabulary_size,
-        )
-
-
-def _check_sampling(sampling: trajectory_pb2.Sampling, limits: Limits) -> None:
-    """The negations also catch NaN."""
-    if sampling.max_tokens < 1:
-        raise InvalidArgument(f"max_tokens is {sampling.max_tokens}; at least 1 is needed.")
-    if not 0 <= sampling.temperature < np.inf:
-        raise InvalidArgument(f"temperature is {sampling.temperature}; it must be 0 or more.")
-    if not 0 <= sampling.top_p <= 1:
-        raise InvalidArgument(f"top_p is {sampling.top_p}; it must lie between 0 and 1.")
-    if sampling.top_k < 0:
-        raise InvalidArgument(f"top_k is {sampling.top_k}; it must be 0 or more.")
-    if not 0 <= sampling.top_logprobs <= limits.vocabulary_size:
-        raise InvalidArgument(f"top_logprobs is {sampling.top_logprobs}; it must be 0 to the size of the vocabulary.")

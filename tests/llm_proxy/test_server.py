@@ -72,7 +72,7 @@ async def test_a_refused_request_is_one_item_of_a_batch() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"prompt": []}, "no tokens"),
+        ({"prompt": []}, "prompt is empty"),
         ({"prompt": [1] * 64}, "64 tokens"),
         ({"prompt": [1, 256]}, "Token id 256"),
         ({"prompt": [-1]}, "Token id -1"),
