@@ -1,8 +1,8 @@
 """One bidirectional stream to llm_proxy, shared by every episode.
 
-Requests of one turn of the event loop travel in one message. Invariant: an open request is either unsent or was sent on
-the stream that is alive now. So when a stream breaks, every open request is sent again on the next one, under its own
-request_id, which llm_proxy recognises.
+Requests of one turn of the event loop travel in one message, or in a few where they are long. Invariant: an open
+request is either unsent or was sent on the stream that is alive now. So when a stream breaks, every open request is
+sent again on the next one, under its own request_id, which llm_proxy recognises.
 """
 
 import asyncio
@@ -123,10 +123,11 @@ class Generator:
             # Requests of callers that gave up meanwhile are not worth sending.
             wanted = [each for each in self._unsent if each.generation.request_id in self._open]
             self._unsent = []
-            if wanted:
-                # When the stream breaks under it, `_stream` opens another and has everything open sent again.
-                with contextlib.suppress(aio.AioRpcError, asyncio.InvalidStateError):
-                    await self._call.write(llm_proxy_pb2.GenerateManyRequest(generations=wanted))
+            call = self._call
+            # When the stream breaks under it, `_stream` opens another and has everything open sent again.
+            with contextlib.suppress(aio.AioRpcError, asyncio.InvalidStateError):
+                for portion in rpc.portions(wanted):
+                    await call.write(llm_proxy_pb2.GenerateManyRequest(generations=portion))
 
     async def _cancel(self) -> None:
         """Tell llm_proxy what nobody waits for any more."""

@@ -6,9 +6,9 @@ asked for, so requests that arrive together travel together. Invariant: a connec
 
 import asyncio
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import structlog
 from google.protobuf.message import Message
@@ -24,8 +24,6 @@ from rollfarm.service import Changed
 from rollfarm.v1 import engine_pb2, engine_pb2_grpc
 
 log = structlog.get_logger()
-
-M = TypeVar("M", bound=Message)
 
 FIRST_RECONNECT_SECONDS = 0.05
 
@@ -240,9 +238,9 @@ class Connection:
             await self._outbox_filled.wait()
             self._outbox_filled.clear()
             generations, self._outbox = self._outbox, []
-            for batch in batches(generations):
+            for portion in rpc.portions(generations):
                 try:
-                    await call.write(engine_pb2.EngineServiceGenerateRequest(generations=batch))
+                    await call.write(engine_pb2.EngineServiceGenerateRequest(generations=portion))
                 except asyncio.InvalidStateError:
                     raise EngineFailed("the engine ended the stream") from None
 
@@ -276,21 +274,6 @@ class Connection:
 
 async def _wait(future: "asyncio.Future[None]") -> None:
     await future
-
-
-def batches(messages: Iterable[M], limit_bytes: int = rpc.CHUNK_BYTES) -> Iterator[list[M]]:
-    """Split messages, in order, into lists of about `limit_bytes` at most; a larger message is a list of its own."""
-    batch: list[M] = []
-    size = 0
-    for message in messages:
-        message_size = message.ByteSize()
-        if batch and size + message_size > limit_bytes:
-            yield batch
-            batch, size = [], 0
-        batch.append(message)
-        size += message_size
-    if batch:
-        yield batch
 
 
 def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:

@@ -12,10 +12,11 @@ from typing import Any
 import structlog
 from grpc import aio
 
-from llm_proxy.engines import Fleet, batches
+from llm_proxy.engines import Fleet
 from llm_proxy.routing import EngineState, refusal
 from llm_proxy.validation import check
 from llm_proxy.weights import WeightUpdates
+from rollfarm import rpc
 from rollfarm.errors import FarmError, InvalidArgument, from_failure
 from rollfarm.service import poll_seconds
 from rollfarm.v1 import llm_proxy_pb2, llm_proxy_pb2_grpc
@@ -117,8 +118,8 @@ class LlmProxyServicer(llm_proxy_pb2_grpc.LlmProxyServiceServicer):
         reading.add_done_callback(lambda _: stream.complete())
         try:
             while ready := await stream.ready():
-                for batch in batches(ready):
-                    yield llm_proxy_pb2.GenerateManyResponse(results=batch)
+                for portion in rpc.portions(ready):
+                    yield llm_proxy_pb2.GenerateManyResponse(results=portion)
             if not reading.cancelled():
                 reading.result()
         finally:

@@ -5,14 +5,17 @@ import contextvars
 import json
 import random
 import time
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from typing import Any, TypeVar
 
+from google.protobuf.message import Message
 from grpc import aio
 from grpc_health.v1 import health_pb2
 
 from rollfarm import telemetry
 from rollfarm.errors import DeadlineExceeded, FarmError, from_rpc, is_retryable
+
+M = TypeVar("M", bound=Message)
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 """Largest message either end takes. Bigger things are streamed in pieces of 1 to 4 MiB."""
@@ -107,6 +110,21 @@ async def stream(method: Callable[..., Any], request: Any, *, timeout: float) ->
             yield answer
     except aio.AioRpcError as refused:
         raise from_rpc(refused) from None
+
+
+def portions(messages: Iterable[M], most_bytes: int = CHUNK_BYTES) -> Iterator[list[M]]:
+    """The messages in order, in lists of about `most_bytes` at most; a larger one is a list of its own."""
+    portion: list[M] = []
+    size = 0
+    for message in messages:
+        more = message.ByteSize()
+        if portion and size + more > most_bytes:
+            yield portion
+            portion, size = [], 0
+        portion.append(message)
+        size += more
+    if portion:
+        yield portion
 
 
 def _name(method: Callable[..., Any]) -> str:

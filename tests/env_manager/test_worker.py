@@ -180,3 +180,27 @@ async def test_a_generation_that_nobody_waits_for_is_cancelled_and_its_late_answ
         await asyncio.wait([running])
 
     assert answer.request_id == "r"
+
+
+async def test_prompts_that_fit_no_single_message_are_asked_again_when_the_proxy_is_back():
+    asked = [
+        llm_proxy_pb2.ProxiedGeneration(
+            generation=engine_pb2.Generation(request_id=str(number), prompt_token_ids=bytes(rpc.CHUNK_BYTES))
+        )
+        for number in range(rpc.MAX_MESSAGE_BYTES // rpc.CHUNK_BYTES + 1)
+    ]
+    first = FakeProxy(silent)
+    serving_first = serving(first.register)
+    address = await serving_first.__aenter__()
+    async with rpc.channel(address) as channel:
+        generator = Generator(llm_proxy_pb2_grpc.LlmProxyServiceStub(channel))
+        running = asyncio.create_task(generator.run())
+        answers = [asyncio.create_task(generator.generate(generation)) for generation in asked]
+        await first.until(lambda: len(first.requests) == len(asked))
+        await serving_first.__aexit__(None, None, None)
+        async with serving(FakeProxy(left).register, int(address.split(":")[1])):
+            results = await asyncio.wait_for(asyncio.gather(*answers), 20)
+        running.cancel()
+        await asyncio.wait([running])
+
+    assert [result.request_id for result in results] == [each.generation.request_id for each in asked]
