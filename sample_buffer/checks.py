@@ -20,8 +20,8 @@ GIVEN_BACK = (
     trajectory_pb2.OUTCOME_CANCELLED,
 )
 
-
-_LEAST = {"batch_groups": 1, "group_size": 1, "redundant_members": 0, "step_count": 0, "max_attempts": 1}
+LEAST = {"batch_groups": 1, "group_size": 1, "redundant_members": 0, "step_count": 0, "max_attempts": 1}
+"""The smallest value of each count in a spec."""
 
 
 def require(**fields: str) -> None:
@@ -34,13 +34,7 @@ def require(**fields: str) -> None:
 def check_spec(spec: sample_buffer_pb2.RunSpec) -> None:
     """Raise InvalidArgument unless the spec makes a run."""
     require(run_id=spec.run_id)
-    for name, least in {
-        "batch_groups": 1,
-        "group_size": 1,
-        "redundant_members": 0,
-        "step_count": 0,
-        "max_attempts": 1,
-    }.items():
+    for name, least in LEAST.items():
         if getattr(spec, name) < least:
             raise InvalidArgument(f"{name} is {getattr(spec, name)}; it is at least {least}.", field=name)
     if not (math.isfinite(spec.alpha) and spec.alpha >= 0):

@@ -61,7 +61,6 @@ class RedisJournal:
     """One farm's journal under the keys PREFIX:..."""
 
     def __init__(self, url: str, prefix: str, *, timeout_seconds: float) -> None:
-        self._url = url
         self._redis: aioredis.Redis = aioredis.Redis.from_url(
             url,
             socket_timeout=timeout_seconds,

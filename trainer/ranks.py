@@ -15,10 +15,8 @@ from datetime import timedelta
 from enum import IntEnum
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 
 from trainer.backends import Backend
@@ -86,9 +84,6 @@ class Leader:
     def load(self, folder: Path) -> None:
         _announce(Command.LOAD)
         self._backend.load(folder)
-
-    def logprobs(self, rows: Sequence[Row]) -> list[NDArray[np.float32]]:
-        return self._backend.logprobs(rows)
 
     def export_named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         return self._backend.export_named_tensors()

@@ -13,7 +13,7 @@ from trainer.backends.replicated import ReplicatedBackend
 from trainer.config import TrainerConfig
 from trainer.create_model import ensure_model
 from trainer.objective import policy_objective
-from trainer.rows import Row
+from trainer.rows import Row, micro_batches
 
 OBJECTIVE = policy_objective(TrainerConfig())
 
@@ -26,13 +26,22 @@ def weights(backend: ReplicatedBackend) -> torch.Tensor:
     return torch.cat([tensor.flatten() for _, tensor in backend.export_named_tensors()])
 
 
+def with_logp(backend: ReplicatedBackend, rows: list[Row]) -> list[tuple[Row, np.ndarray]]:
+    """Each row with f32[T], the log-probabilities of its tokens: one padded batch, longest first."""
+    (batch,) = micro_batches(rows, 10_000, torch.device("cpu"))
+    with torch.no_grad():
+        logp_RT, _ = logprobs.selected_logprobs(backend.model, batch.ids_RT, batch.mask_RT)
+    longest_first = sorted(rows, key=len, reverse=True)
+    return [(row, logp_T[: len(row)].numpy()) for row, logp_T in zip(longest_first, logp_RT, strict=True)]
+
+
 def test_log_probabilities_are_those_of_a_hugging_face_forward(model_path: Path, backend: ReplicatedBackend) -> None:
     rows = random_rows(9)
     reference = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
 
-    found = backend.logprobs(rows)
+    found = with_logp(backend, rows)
 
-    for row, logp_T in zip(rows, found, strict=True):
+    for row, logp_T in found:
         ids = torch.from_numpy(row.ids_T).long()[None]
         with torch.no_grad():
             all_logp = reference(ids).logits[0, :-1].log_softmax(-1)
@@ -63,13 +72,13 @@ def test_logits_made_in_chunks_give_the_same_gradient(model_path: Path, monkeypa
 
 
 def test_tokens_with_a_good_advantage_become_likelier(backend: ReplicatedBackend) -> None:
-    rows = [Row(row.ids_T, row.mask_T, logp_T, advantage=1.0) for row, logp_T in _with_logp(backend, random_rows(8))]
-    before = sum(logp_T.sum() for logp_T in backend.logprobs(rows))
+    rows = [Row(row.ids_T, row.mask_T, logp_T, advantage=1.0) for row, logp_T in with_logp(backend, random_rows(8))]
+    before = sum(logp_T.sum() for _, logp_T in with_logp(backend, rows))
 
     first = step(backend, rows)
 
     assert first["ratio"] == pytest.approx(1.0, abs=1e-6)
-    assert sum(logp_T.sum() for logp_T in backend.logprobs(rows)) > before
+    assert sum(logp_T.sum() for _, logp_T in with_logp(backend, rows)) > before
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
@@ -123,7 +132,3 @@ def test_an_export_loads_anywhere_with_its_tokenizer(backend: ReplicatedBackend,
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     assert np.allclose(torch.cat([each.flatten() for each in loaded.state_dict().values()]), weights(backend))
     assert AutoTokenizer.from_pretrained(tmp_path).decode([6, 7]) == "left right"
-
-
-def _with_logp(backend: ReplicatedBackend, rows: list[Row]) -> list[tuple[Row, np.ndarray]]:
-    return list(zip(rows, backend.logprobs(rows), strict=True))

@@ -8,8 +8,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from trainer.objective import LossFn
@@ -21,10 +19,6 @@ class Backend(Protocol):
 
     Every rank holds one and calls the methods marked *collective* in the same order with the same arguments.
     """
-
-    def logprobs(self, rows: Sequence[Row]) -> list[NDArray[np.float32]]:
-        """f32[T] for each row: the log-probability of each token under the current weights; 0 outside the mask."""
-        ...
 
     def train_step(self, rows: Sequence[Row], loss_fn: LossFn, *, norm: float, lr: float) -> dict[str, float]:
         """One optimiser step on all `rows`, of which this rank computes its share. Collective.

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -60,16 +59,6 @@ class ReplicatedBackend:
         self._optimizer = _adamw(self._params, weight_decay, betas)
         self.reset_optimizer()
         self._broadcast_state()
-
-    def logprobs(self, rows: Sequence[Row]) -> list[NDArray[np.float32]]:
-        order = sorted(range(len(rows)), key=lambda index: len(rows[index]), reverse=True)
-        longest_first = [rows[index] for index in order]
-        found: list[NDArray[np.float32]] = []
-        with torch.no_grad():
-            for batch in micro_batches(longest_first, self._micro_batch_tokens, self.device):
-                found.extend(self._forward(batch)[0].cpu().numpy())
-        by_index = dict(zip(order, found, strict=True))
-        return [by_index[index][: len(row)] for index, row in enumerate(rows)]
 
     def train_step(self, rows: Sequence[Row], loss_fn: LossFn, *, norm: float, lr: float) -> dict[str, float]:
         share = share_of(rows, _rank(), _world_size()) or [blank(rows[0])]

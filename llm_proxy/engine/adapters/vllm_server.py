@@ -191,7 +191,6 @@ class SharedMemory:
 
     def __init__(self) -> None:
         self._file = -1
-        self._base = 0
 
     def allocate(self, size: int) -> Tensor:
         """New memory. What was given out before stays valid, but the child is no longer told of it."""
