@@ -8,7 +8,7 @@ No clock and no sockets: time is an argument, and what is to be done comes out o
 - A request that loses its engine goes to the head of its priority and continues from the tokens that it has.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from llm_proxy.requests import ABORT, LENGTH, STOP, FinishReason, OpenRequest, Place, Waiter
@@ -225,10 +225,14 @@ class Router:
     def open_gate(self) -> None:
         self.gate_closed = False
 
-    def served(self, engine_ids: list[str], policy_version: int, now: float) -> None:
-        """These engines serve the version now; it becomes the policy's unless a newer one is."""
-        for engine_id in engine_ids:
-            if (engine := self._engines.get(engine_id)) is not None and engine.state != CONNECTING:
+    def served(self, instances: Mapping[str, str], policy_version: int, now: float) -> None:
+        """These engines, each named with the instance that said so, serve the version now.
+
+        It becomes the policy's unless a newer one is. An engine that was restarted since has lost it.
+        """
+        for engine_id, instance_id in instances.items():
+            engine = self._engines.get(engine_id)
+            if engine is not None and engine.state != CONNECTING and engine.status.instance_id == instance_id:
                 self._set_version(engine, policy_version, now)
 
     # --- what is to be done ---

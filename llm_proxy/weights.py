@@ -7,7 +7,7 @@ it has answered so itself. Commits are carried out one at a time, and to their e
 
 import asyncio
 import time
-from collections.abc import Coroutine
+from collections.abc import Collection, Coroutine
 from typing import Any, TypeVar
 
 import structlog
@@ -129,7 +129,7 @@ class WeightUpdates:
             raise WeightsNotStaged(f"No engine holds version {version}.", policy_version=version)
 
     async def _commit(
-        self, version: int, mode: "engine_pb2.UpdateMode.ValueType", holders: list[str], drain_seconds: float
+        self, version: int, mode: "engine_pb2.UpdateMode.ValueType", holders: dict[str, str], drain_seconds: float
     ) -> llm_proxy_pb2.CommitWeightUpdateResponse:
         is_new = version > self._router.policy_version
         if is_new:
@@ -139,18 +139,20 @@ class WeightUpdates:
                 await self._drained(holders, drain_seconds)
             applied = await asyncio.gather(*(self._apply(engine_id, version, mode) for engine_id in holders))
             pauses = {engine_id: pause for engine_id, pause in zip(holders, applied, strict=True) if pause is not None}
-            self._router.served(list(pauses), version, time.monotonic())
+            instances = {engine_id: holders[engine_id] for engine_id in pauses}
+            self._router.served(instances, version, time.monotonic())
         finally:
             if is_new:
                 self._router.open_gate()
             self._fleet.wake()
-        if not pauses:
+        serving = self._serving(version)
+        if not pauses.keys() & set(serving):
             raise WeightsNotStaged(f"None of {len(holders)} engines applied version {version}.", policy_version=version)
         longest = max(pauses.values(), key=lambda pause: pause.ToNanoseconds())
         log.info(
             "weights committed", policy_version=version, engines=len(pauses), pause_s=longest.ToNanoseconds() / 1e9
         )
-        return llm_proxy_pb2.CommitWeightUpdateResponse(engine_ids=self._serving(version), pause_duration=longest)
+        return llm_proxy_pb2.CommitWeightUpdateResponse(engine_ids=serving, pause_duration=longest)
 
     async def _apply(
         self, engine_id: str, version: int, mode: "engine_pb2.UpdateMode.ValueType"
@@ -172,7 +174,7 @@ class WeightUpdates:
                 connection.give_up(f"it did not apply version {version}: {error.problem}")
         return None
 
-    async def _drained(self, engine_ids: list[str], seconds: float) -> None:
+    async def _drained(self, engine_ids: Collection[str], seconds: float) -> None:
         engines = [engine for engine in self._router.engines if engine.engine_id in engine_ids]
 
         def is_idle() -> bool | None:
@@ -205,11 +207,11 @@ class WeightUpdates:
         except FarmError as error:
             log.warning("engine did not discard weights", engine_id=engine_id, cause=str(error))
 
-    def _holders(self, version: int) -> list[str]:
-        """Reachable engines with the version in memory. Those that were restarted or detached are forgotten."""
+    def _holders(self, version: int) -> dict[str, str]:
+        """The instances with the version in memory, by engine. Those that were restarted or detached are forgotten."""
         here = {engine.engine_id: engine.status.instance_id for engine in self._router.engines}
         self._staged = {name: held for name, held in self._staged.items() if here.get(name) == held[0]}
-        return [engine_id for engine_id, held in self._staged.items() if held[1] == version]
+        return {engine_id: held[0] for engine_id, held in self._staged.items() if held[1] == version}
 
     def _instance(self, engine_id: str) -> str:
         return self._router.engine(engine_id).status.instance_id

@@ -112,7 +112,7 @@ def test_a_request_waits_until_its_min_version_is_served() -> None:
     world.ask("now", min_version=1)
 
     assert world.step() == ["now@e"]
-    world.router.served(["e"], 2, world.now)
+    world.router.served({"e": "e"}, 2, world.now)
 
     assert world.step() == ["new@e"]
 
@@ -136,7 +136,7 @@ def test_an_exact_version_is_refused_when_it_passes_while_the_request_waits() ->
     world.ask("later", exact_version=2)
     world.step()
 
-    world.router.served(["e"], 2, world.now)
+    world.router.served({"e": "e"}, 2, world.now)
     world.step()
 
     assert world.client.results["waits"].failure.reason == "VERSION_UNAVAILABLE"
@@ -150,7 +150,7 @@ def test_a_running_request_of_an_exact_version_is_refused_at_the_first_token_of_
     world.step()
 
     world.tell("e", "a", [5], version=1)
-    world.router.served(["e"], 2, world.now)
+    world.router.served({"e": "e"}, 2, world.now)
     world.tell("e", "a", [6], version=2)
 
     assert world.client.results["a"].failure.reason == "VERSION_UNAVAILABLE"

@@ -42,7 +42,7 @@ def test_versions_are_kept_across_engines_and_updates() -> None:
     world.tell("e", "a", [5])
 
     world.router.close_gate()
-    world.router.served(["e"], 1, world.now)
+    world.router.served({"e": "e"}, 1, world.now)
     world.router.open_gate()
     world.tell("e", "a", [6, 7], version=1)
     world.tell("e", "a", [8], version=1, reason=LENGTH)
@@ -258,10 +258,24 @@ def test_an_engine_that_is_brought_up_to_date_serves() -> None:
     world.engine("late", version=0)
     before = world.router.revision
 
-    world.router.served(["late"], 5, world.now)
+    world.router.served({"late": "late"}, 5, world.now)
 
     assert world.router.engine("late").state == SERVING
     assert world.router.revision == before + 1
+
+
+def test_an_engine_that_was_restarted_after_it_applied_a_version_does_not_serve_it() -> None:
+    world = World()
+    world.engine("one")
+    world.engine("two")
+    world.router.lost("one", "killed", world.now)
+    world.engine("one", instance="restarted")
+
+    world.router.served({"one": "one", "two": "two"}, 1, world.now)
+
+    one = world.router.engine("one")
+    assert (one.state, one.version) == (BEHIND, 0)
+    assert world.router.engine("two").state == SERVING
 
 
 def test_a_late_answer_about_a_lost_engine_does_not_make_it_serve() -> None:
@@ -269,7 +283,7 @@ def test_a_late_answer_about_a_lost_engine_does_not_make_it_serve() -> None:
     world.engine("e", version=1)
     world.router.lost("e", "gone", world.now)
 
-    world.router.served(["e"], 2, world.now)
+    world.router.served({"e": "e"}, 2, world.now)
 
     assert world.router.engine("e").state == CONNECTING
 

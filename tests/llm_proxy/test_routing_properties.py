@@ -25,6 +25,7 @@ class Engine:
 
     slots: int
     version: int = 0
+    instance: int = 0
     is_up: bool = False
     open: dict[str, Any] = field(default_factory=dict)
     made: dict[str, int] = field(default_factory=dict)
@@ -102,6 +103,7 @@ class Farm(RuleBasedStateMachine):
             self.router.lost(name, "killed", self.now)
         else:
             engine.is_up, engine.version = True, 0
+            engine.instance += 1
             self.connect(name)
         self.settle()
 
@@ -121,9 +123,14 @@ class Farm(RuleBasedStateMachine):
         self.abort(name, data.draw(st.sampled_from(sorted(self.engines[name].open))))
         self.settle()
 
-    @rule(names=st.sets(st.sampled_from(ENGINES), min_size=1), resume=st.booleans(), ahead=st.integers(0, 1))
-    def update(self, names: set[str], resume: bool, ahead: int) -> None:
-        """These engines apply the current version or the next, with the gate closed."""
+    @rule(
+        names=st.sets(st.sampled_from(ENGINES), min_size=1),
+        resume=st.booleans(),
+        ahead=st.integers(0, 1),
+        restarted=st.sets(st.sampled_from(ENGINES)),
+    )
+    def update(self, names: set[str], resume: bool, ahead: int, restarted: set[str]) -> None:
+        """These engines apply the current version or the next, with the gate closed; some restart before it opens."""
         version = self.router.policy_version + ahead
         self.router.close_gate()
         updated = [name for name in sorted(names) if self.engines[name].is_up]
@@ -133,7 +140,11 @@ class Farm(RuleBasedStateMachine):
                     self.abort(name, wire_id)
             self.engines[name].version = version
         self.settle()
-        self.router.served(updated, version, self.now)
+        instances = {name: self.instance(name) for name in updated}
+        for name in sorted(restarted & set(updated)):
+            self.start_or_kill(name)
+            self.start_or_kill(name)
+        self.router.served(instances, version, self.now)
         self.router.open_gate()
         self.settle()
 
@@ -177,7 +188,7 @@ class Farm(RuleBasedStateMachine):
             for name in ENGINES:
                 if not self.engines[name].is_up:
                     self.start_or_kill(name)
-            self.update(set(ENGINES), False, version - self.router.policy_version)
+            self.update(set(ENGINES), False, version - self.router.policy_version, set())
             for _ in range(10 * self.count):
                 for name in ENGINES:
                     self.decode(name, 5, 1)
@@ -188,10 +199,13 @@ class Farm(RuleBasedStateMachine):
     def demand(asked: Any) -> int:
         return max(asked.min_version, asked.exact_version)
 
+    def instance(self, name: str) -> str:
+        return f"{name}.{self.engines[name].instance}"
+
     def connect(self, name: str) -> None:
         engine = self.engines[name]
         status = engine_pb2.EngineServiceGetStatusResponse(
-            instance_id=name, policy_version=engine.version, slot_count=engine.slots
+            instance_id=self.instance(name), policy_version=engine.version, slot_count=engine.slots
         )
         self.router.connected(name, status, self.now)
 

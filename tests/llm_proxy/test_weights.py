@@ -254,6 +254,29 @@ async def test_a_restarted_engine_has_lost_what_it_staged() -> None:
                 await proxy.commit(1)
 
 
+async def test_an_engine_that_restarts_while_another_still_applies_is_not_taken_for_one_that_did() -> None:
+    quick, slow = SimulatedEngine(), SimulatedEngine(apply_seconds=3600)
+    async with run_proxy() as proxy, slow.serve() as second:
+        async with quick.serve() as first:
+            await proxy.attach(first)
+            await proxy.attach(second)
+            await stage(proxy, 1, count=2)
+            committing = asyncio.create_task(proxy.commit(1))
+            await quick.until(lambda: quick.version == 1)
+            await slow.until(lambda: slow.is_applying)
+        restarted = SimulatedEngine()
+        async with restarted.serve(int(first.rpartition(":")[2])):
+            await proxy.engines_when(lambda listed: listed.engines[0].instance_id == restarted.instance_id)
+            proxy.fleet.detach(second)
+
+            with pytest.raises(WeightsNotStaged, match="None of 2 engines"):
+                await committing
+
+            (engine,) = (await proxy.list_engines()).engines
+            assert (engine.state, engine.policy_version) == (SERVING, 0)
+            assert versions(await proxy.generate(asked("a"))) == [0] * 4
+
+
 async def test_a_commit_is_carried_out_even_when_the_trainer_dies_meanwhile() -> None:
     engine = SimulatedEngine(apply_seconds=0.3)
     async with engine.serve() as address, run_proxy(address) as proxy:

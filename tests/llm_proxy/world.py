@@ -30,9 +30,13 @@ class World:
         self.sent: list[tuple[str, Any]] = []
         self.cancelled: list[tuple[str, str]] = []
 
-    def engine(self, name: str, *, version: int = 0, slots: int = 1, context: int = 100) -> None:
+    def engine(self, name: str, *, version: int = 0, slots: int = 1, context: int = 100, instance: str = "") -> None:
         status = engine_pb2.EngineServiceGetStatusResponse(
-            instance_id=name, policy_version=version, slot_count=slots, context_token_count=context, vocabulary_size=50
+            instance_id=instance or name,
+            policy_version=version,
+            slot_count=slots,
+            context_token_count=context,
+            vocabulary_size=50,
         )
         self.router.attach(name, name)
         self.router.connected(name, status, self.now)
