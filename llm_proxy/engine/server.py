@@ -36,6 +36,11 @@ class _Stream:
         self.changed = asyncio.Event()
         self._chunks: list[engine_pb2.GenerationChunk] = []
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is open and nothing waits to be sent."""
+        return not self.open and not self._chunks
+
     def put(self, chunk: Chunk) -> None:
         """Send a chunk with what else waits."""
         if chunk.finish is not None or chunk.failure is not None:
@@ -74,7 +79,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         ended = asyncio.Event()
         reading = asyncio.create_task(self._read(request_iterator, stream, ended), name="engine-requests")
         try:
-            while not (ended.is_set() and not stream.open):
+            while not (ended.is_set() and stream.is_idle):
                 await stream.changed.wait()
                 if chunks := stream.take():
                     yield engine_pb2.EngineServiceGenerateResponse(chunks=chunks)

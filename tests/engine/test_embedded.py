@@ -1,6 +1,9 @@
 """The embedded engine alone: architectures, prompts in pieces, and weights that break."""
 
+import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -18,11 +21,15 @@ from transformers import (
     PreTrainedModel,
 )
 
+from llm_proxy.engine import adapters
 from llm_proxy.engine.attention import NAME
 from llm_proxy.engine.batching import Batching
 from llm_proxy.engine.requests import Request
 from llm_proxy.engine.runner import Runner
+from llm_proxy.engine.server import Context, EngineServicer
 from rollfarm.config import ConfigError
+from rollfarm.tokens import pack_ids
+from rollfarm.v1 import engine_pb2, trajectory_pb2
 from tests.engine.kit import Host, Reference, embedded_root, other_weights, prompts, serve
 
 SMALL = {
@@ -149,3 +156,32 @@ async def test_more_requests_than_slots_all_finish(tied_model: Path) -> None:
         answers = await host.client.generate(prompts(20))
 
     assert all(len(answer.ids) == 16 for answer in answers)
+
+
+async def test_a_caller_that_half_closes_its_stream_gets_every_chunk_however_late_it_reads(tied_model: Path) -> None:
+    adapter = adapters.make(embedded_root(tied_model))
+    servicer = EngineServicer(adapter)
+    await adapter.start(servicer.deliver)
+
+    async def half_closed() -> AsyncIterator[engine_pb2.EngineServiceGenerateRequest]:
+        lengths = {"short": 1, "long": 200}
+        yield engine_pb2.EngineServiceGenerateRequest(
+            generations=[
+                engine_pb2.Generation(
+                    request_id=name,
+                    prompt_token_ids=pack_ids([1, 2, 3]),
+                    sampling=trajectory_pb2.Sampling(max_tokens=length, temperature=1.0),
+                )
+                for name, length in lengths.items()
+            ]
+        )
+
+    answers = servicer.Generate(half_closed(), cast(Context, None))
+    early = await anext(answers)
+    while adapter.status().running_count:  # noqa: ASYNC110 - another thread's state
+        await asyncio.sleep(0.01)
+    late = [message async for message in answers]
+
+    ended = [chunk.request_id for message in (early, *late) for chunk in message.chunks if chunk.finish_reason]
+    assert ended == ["short", "long"]
+    await adapter.stop()
