@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from rollfarm import where
 
 if TYPE_CHECKING:
+    from rollfarm.run import ModelConfig
     from rollfarm.up.config import FarmRoot
 
 FREE_BYTES = 2_000_000_000
@@ -106,7 +107,7 @@ def checks(argv: Sequence[str]) -> Iterator[Check]:
         return
     if named:
         yield "config", lambda: Finding(f"run {farm.run.name!r} in {farm.run.path}")
-        yield "model", lambda: model(farm.model.path, made=farm.model.create is not None)
+        yield "model", lambda: model(farm.model)
         yield "engine", lambda: engine(farm)
     yield "journal", lambda: journal(setting(farm, "sample_buffer", "journal"))
     yield "ports", lambda: ports(farm.up.base_port, engines=farm.up.engines, env_managers=farm.up.env_managers)
@@ -149,13 +150,15 @@ def journal(chosen: str) -> Finding:
     return _found(lambda: _ping(chosen), remedy)
 
 
-def model(path: str, *, made: bool) -> Finding:
+def model(chosen: "ModelConfig") -> Finding:
     """Whether the policy's model is there."""
-    if (Path(path) / "config.json").is_file():
-        return Finding(path)
-    if made:
-        return Finding(f"{path} will be made from [model.create]")
-    return Finding(f"{path} will be looked for on the hub")
+    if chosen.is_outdated:
+        return Finding(f"{chosen.path} was made with other settings", "Begin the run anew with --up.fresh true.")
+    if chosen.is_there:
+        return Finding(chosen.path)
+    if chosen.create is not None:
+        return Finding(f"{chosen.path} will be made from [model.create]")
+    return Finding(f"{chosen.path} will be looked for on the hub")
 
 
 def engine(farm: "FarmRoot") -> Finding:

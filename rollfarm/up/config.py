@@ -29,6 +29,8 @@ SERVICE_ROOTS = (
 )
 """Where each service declares the tables that it reads."""
 
+_NO_TABLES: dict[str, Any] = {"run": {}, "model": {}, "up": {}}
+
 
 class UpConfig(Config):
     """How one machine runs the whole farm."""
@@ -160,6 +162,7 @@ def as_used(farm: Root, environ: Mapping[str, str] = os.environ) -> dict[str, An
     for path, value in _unwritten(farm, (), environ):
         *outer, key = path
         table = functools.reduce(dict.__getitem__, outer, tables)
+        # A masked URL stays even so: without it a run would go on with another journal, and nobody would be told.
         written = _hidden(value) if isinstance(value, str) or variable(path) not in environ else value
         if written == value:
             del table[key]
@@ -255,6 +258,3 @@ def _hidden(value: Any) -> Any:
     if isinstance(value, list):
         return [_hidden(item) for item in value]
     return masked(value) if isinstance(value, str) else value
-
-
-_NO_TABLES: dict[str, Any] = {"run": {}, "model": {}, "up": {}}

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
+from rollfarm import doctor
 from rollfarm.config import ConfigError, load, table_of
 from rollfarm.run import RECIPE, TinyModelConfig
 from rollfarm.up import folder, report
@@ -252,6 +253,13 @@ def test_a_model_whose_recipe_has_changed_is_otherwise_refused(farm_file: Path, 
         remade(farm_file)
 
     assert (made / "config.json").exists()
+
+
+@pytest.mark.usefixtures("made")
+def test_doctor_says_how_a_changed_recipe_is_followed(farm_file: Path) -> None:
+    farm = load_farm([changed(farm_file, "[model.create]", "[model.create]\nlayers = 3")])
+
+    assert "--up.fresh true" in doctor.model(farm.model).remedy
 
 
 def test_a_model_that_was_not_made_here_is_never_made_again(farm_file: Path, made: Path) -> None:
