@@ -1,7 +1,5 @@
 """The run's folder: who may use it, what is in it already, and what begins in it."""
 
-import errno
-import fcntl
 import os
 import shlex
 import shutil
@@ -13,10 +11,12 @@ from pathlib import Path
 
 import rollfarm
 from rollfarm.config import ConfigError
+from rollfarm.up.claims import claimed
 from rollfarm.up.config import FarmRoot, as_used, write_toml
 from rollfarm.up.summary import finished_summary
 
 CONFIG = "config.toml"
+LOCK = ".lock"
 
 
 class RunInUse(Exception):
@@ -50,20 +50,20 @@ def refuse_taken(ports: Iterable[tuple[int, str]], base_port: int) -> None:
 
 
 @contextmanager
-def opened(farm: FarmRoot) -> Iterator[bool]:
-    """Make the run's folder ours, and yield whether it holds an earlier part of the run.
+def opened(farm: FarmRoot) -> Iterator[tuple[bool, int]]:
+    """Make the run's folder ours, and yield whether it holds an earlier part of the run, and what claims it.
 
     Raises RunInUse and ConfigError.
     """
     run = farm.run.path
     run.mkdir(parents=True, exist_ok=True)
-    with (run / ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in (errno.EAGAIN, errno.EACCES):
-                raise
-            raise RunInUse(f"Another `rollfarm up` works on {run}. Stop it, or choose another --run.name.") from None
+    (run / LOCK).touch()
+    with claimed(run / LOCK) as claim:
+        if claim is None:
+            raise RunInUse(
+                f"Another `rollfarm up` works on {run}, or was killed and its services still drain. Stop it, or wait "
+                "for them, or choose another --run.name."
+            )
         if farm.up.fresh is True or (farm.up.fresh == "finished" and _steps_of_finished(farm)):
             _empty(run)
             if farm.model.is_outdated:
@@ -74,7 +74,7 @@ def opened(farm: FarmRoot) -> Iterator[bool]:
         tables = as_used(farm)
         tables["up"]["fresh"] = False
         write_toml(tables, run / CONFIG)
-        yield resumed
+        yield resumed, claim
 
 
 def resume_command(run: Path) -> str:
@@ -117,7 +117,7 @@ def _steps_of_finished(farm: FarmRoot) -> int:
 
 def _empty(run: Path) -> None:
     """Delete what an earlier run left; refuse to delete what no run made."""
-    inside = [path for path in run.iterdir() if path.name != ".lock"]
+    inside = [path for path in run.iterdir() if path.name != LOCK]
     if inside and not (run / CONFIG).exists() and not (run / "logs").exists():
         raise ConfigError(
             f"up.fresh: {run} is not a run's folder and not empty. Empty it yourself, or choose another --run.name."

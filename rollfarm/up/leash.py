@@ -14,8 +14,11 @@ from pathlib import Path
 
 
 def hold(command: Sequence[str]) -> int:
-    """Run `command` until it ends, SIGTERM comes or stdin closes; its exit status is the answer."""
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    """Run `command` until it ends, SIGTERM comes or stdin closes; its exit status is the answer.
+
+    It inherits the farm's claims, so that they outlive even us.
+    """
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, close_fds=False)
 
     def end(*_: object) -> None:
         with contextlib.suppress(ProcessLookupError):

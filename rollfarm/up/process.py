@@ -5,6 +5,7 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 
@@ -74,8 +75,11 @@ class Child:
         self.state = state
         self.since = time.monotonic()
 
-    async def spawn(self, stdin: int) -> None:
-        """Start it: never by fork, so that threads and gRPC of ours cannot harm it."""
+    async def spawn(self, stdin: int, claims: Sequence[int]) -> None:
+        """Start it: never by fork, so that threads and gRPC of ours cannot harm it.
+
+        `claims` are descriptors that it inherits.
+        """
         with self.log.open("ab") as log:
             self._log_start = log.tell()
             log.write(f"--- {' '.join(self.spec.argv)}\n".encode())
@@ -87,6 +91,7 @@ class Child:
                 stderr=log,
                 env={**os.environ, **self.spec.env},
                 start_new_session=True,
+                pass_fds=claims,
             )
 
     async def exit(self) -> int:

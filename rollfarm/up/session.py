@@ -5,16 +5,15 @@ import contextlib
 import os
 import signal
 import sys
-import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from pathlib import Path
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from rollfarm.up import folder, report, summary
+from rollfarm.up.claims import socket_folder
 from rollfarm.up.config import FarmRoot
 from rollfarm.up.console import Screen, make_console, plain_line
 from rollfarm.up.farm import Plan, plan
@@ -31,17 +30,19 @@ REFRESH_PER_SECOND = 4
 def up(farm: FarmRoot) -> int:
     """Run the farm and return the command's exit status. Raises ConfigError, PortsInUse and RunInUse before anything
     has started."""
-    with _short_folder() as sockets:
+    with socket_folder() as (sockets, sockets_claim):
         planned = plan(farm, sockets=sockets, environ=os.environ)
         folder.refuse_taken(planned.ports(), farm.up.base_port)
-        with folder.opened(farm) as resumed:
-            return asyncio.run(Session(farm, planned, resumed=resumed).run())
+        with folder.opened(farm) as (resumed, run_claim):
+            claims = (sockets_claim, run_claim)
+            return asyncio.run(Session(farm, planned, resumed=resumed, claims=claims).run())
 
 
 class Session:
     """The farm and everything that looks at it."""
 
-    def __init__(self, farm: FarmRoot, planned: Plan, *, resumed: bool) -> None:
+    def __init__(self, farm: FarmRoot, planned: Plan, *, resumed: bool, claims: Sequence[int] = ()) -> None:
+        """`claims` are descriptors that every process inherits."""
         self._farm = farm
         self._resumed = resumed
         self._began = time.monotonic()
@@ -49,7 +50,7 @@ class Session:
         self._watcher = Watcher(planned.addresses, max_failed_groups=farm.up.max_failed_groups)
         self.picture = self._watcher.picture
         """What the services said last."""
-        self._supervisor = Supervisor(planned.specs, farm.up, logs=farm.run.path / "logs", say=self._say)
+        self._supervisor = Supervisor(planned.specs, farm.up, logs=farm.run.path / "logs", say=self._say, claims=claims)
         self._screen = Screen(farm.run.name, self.picture, self._supervisor.children, self._began)
 
     async def run(self) -> int:
@@ -180,11 +181,3 @@ def _signals(handle: Callable[[], None]) -> Iterator[None]:
     finally:
         for number in numbers:
             loop.remove_signal_handler(number)
-
-
-@contextlib.contextmanager
-def _short_folder() -> Iterator[Path]:
-    """A folder for unix sockets; the system's own may have too long a name."""
-    parent = tempfile.gettempdir()
-    with tempfile.TemporaryDirectory(prefix="rollfarm-", dir=parent if len(parent) < 60 else "/tmp") as name:
-        yield Path(name)

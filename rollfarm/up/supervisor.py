@@ -47,8 +47,12 @@ class _Unit:
 class Supervisor:
     """Runs the processes of a plan for as long as `run`'s work takes."""
 
-    def __init__(self, specs: Sequence[ProcessSpec], up: UpConfig, *, logs: Path, say: Say) -> None:
+    def __init__(
+        self, specs: Sequence[ProcessSpec], up: UpConfig, *, logs: Path, say: Say, claims: Sequence[int] = ()
+    ) -> None:
+        """`claims` are descriptors that every process inherits."""
         self._up = up
+        self._claims = claims
         self._say = say
         self._units = [
             _Unit([Child(spec, logs) for spec in gang], RestartPolicy.of(up))
@@ -106,7 +110,7 @@ class Supervisor:
         while True:
             for child in unit.children:
                 child.enter(State.STARTING)
-                await child.spawn(self._leash)
+                await child.spawn(self._leash, self._claims)
             dead = await self._first_death(unit)
             if dead is None:
                 return

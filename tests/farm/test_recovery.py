@@ -3,6 +3,7 @@
 import os
 import signal
 
+import psutil
 import pytest
 
 from tests.farm.conftest import CHECKOUT, StartFarm
@@ -52,3 +53,23 @@ def test_a_stopped_run_goes_on_at_the_right_step_version_and_task(start_farm: St
     assert status == 0
     assert summary["resumed"] is True
     assert summary["samples"] == STEPS * 4 * 4
+
+
+def test_a_killed_rollfarm_up_leaves_its_run_to_the_next_once_its_services_have_drained(start_farm: StartFarm):
+    first = start_farm(SMALL)
+    first.wait_for_step(2, seconds=90)
+    services = psutil.Process(first.process.pid).children(recursive=True)
+    (buffer,) = first.pids("sample_buffer")
+    os.kill(buffer, signal.SIGSTOP)
+
+    first.process.kill()
+    refused = start_farm(SMALL)
+    status, said = refused.process.wait(60), refused.last_words()
+    os.kill(buffer, signal.SIGCONT)
+    _, left = psutil.wait_procs(services, timeout=60)
+    second_status, summary = start_farm(SMALL).finish(seconds=150)
+
+    assert status == 1
+    assert "was killed and its services still drain" in said
+    assert not left
+    assert (second_status, summary["resumed"], summary["samples"]) == (0, True, STEPS * 4 * 4)

@@ -1,5 +1,6 @@
 """A process for the supervisor's tests; `child.py KIND ...` does one thing."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -27,10 +28,28 @@ def main(kind: str, *arguments: str) -> None:
     elif kind == "drained":
         signal.signal(signal.SIGTERM, lambda *_: (note(arguments[0], arguments[1]), sys.exit(0)))
         time.sleep(60)
+    elif kind == "farm":
+        run_farm(Path(arguments[0]), arguments[1])
     elif kind == "serve":
         serve(int(arguments[0]))
     elif kind == "trainer":
         serve_progress(int(arguments[0]), *arguments[1:])
+
+
+def run_farm(run: Path, pids: str) -> None:
+    """A farm with one process, which ends by no other signal than SIGKILL."""
+    from rollfarm.run import RunConfig
+    from rollfarm.up import folder
+    from rollfarm.up.claims import socket_folder
+    from rollfarm.up.config import FarmRoot
+    from rollfarm.up.farm import ProcessSpec
+    from rollfarm.up.supervisor import Supervisor
+
+    root = FarmRoot(run=RunConfig(folder=run.parent, name=run.name))
+    stubborn = ProcessSpec("stubborn", (sys.executable, __file__, "stubborn", pids), stage=0)
+    with socket_folder() as (_, sockets), folder.opened(root) as (_, claim):
+        farm = Supervisor([stubborn], root.up, logs=run / "logs", say=print, claims=(sockets, claim))
+        asyncio.run(farm.run(asyncio.Event().wait))
 
 
 def serve(port: int) -> None:

@@ -32,7 +32,7 @@ def begun_anew(run: Path, fresh: object) -> bool:
         run=RunConfig(folder=run.parent, name=run.name, steps=40), up=UpConfig.model_validate({"fresh": fresh})
     )
     folder.refuse_finished(farm)
-    with folder.opened(farm) as resumed:
+    with folder.opened(farm) as (resumed, _):
         assert resumed is (run / "checkpoints").exists()
         return not resumed
 
