@@ -136,7 +136,8 @@ def plan(farm: FarmRoot, *, sockets: Path, environ: Mapping[str, str], python: s
         builder.service("env_manager", number=number, count=up.env_managers, flags={**neighbours, **gateway})
         for number in range(up.env_managers)
     ]
-    specs += builder.trainer(up.trainer_ranks, neighbours)
+    # A service that ends by itself counts as crashed; `rollfarm up` sees that the run is over and drains them all.
+    specs += builder.trainer(up.trainer_ranks, {**neighbours, "exit_when_finished": "false"})
     return Plan(tuple(specs), addresses)
 
 

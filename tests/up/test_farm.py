@@ -65,6 +65,12 @@ def test_every_service_reads_the_config_as_used_and_is_told_its_ports(farm_file,
     assert flag(trainer.argv, "--trainer.llm_proxy_address") == "127.0.0.1:7801"
 
 
+def test_a_trainer_that_is_done_goes_on_serving_since_a_service_that_ends_counts_as_crashed(farm_file) -> None:
+    farm = planned(farm_file, "--trainer.exit_when_finished", "true", "--up.trainer_ranks", "2")
+
+    assert [flag(spec.argv, "--trainer.exit_when_finished") for spec in farm.specs[-2:]] == ["false", "false"]
+
+
 def test_engines_env_managers_and_ranks_are_numbered_and_never_share_a_port(farm_file) -> None:
     farm = planned(farm_file, "--up.engines", "2", "--up.env_managers", "2", "--up.trainer_ranks", "2")
 
