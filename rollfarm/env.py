@@ -112,7 +112,7 @@ class Environment(ABC):
         """Answer what the policy wrote."""
 
     def close(self) -> Awaitable[None] | None:
-        """Let go of resources. Called once, also when the episode ends early."""
+        """Let go of resources. Called once, also when the episode ends early. One that hangs is not waited for."""
         return None
 
 
