@@ -134,7 +134,7 @@ def _pad(rows: Sequence[Row], device: torch.device) -> MicroBatch:
         behavior_logp_RT[index, : len(row)] = row.behavior_logp_T
         advantage_RT[index] = row.advantage
     return MicroBatch(
-        *(torch.from_numpy(array).to(device) for array in (ids_RT, mask_RT, behavior_logp_RT, advantage_RT))
+        *(torch.as_tensor(array, device=device) for array in (ids_RT, mask_RT, behavior_logp_RT, advantage_RT))
     )
 
 

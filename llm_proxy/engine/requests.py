@@ -68,12 +68,14 @@ class Chunk:
     """What a request added since its last chunk."""
 
     key: str
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    spans: list[tuple[int, int]] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
+    spans: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     """(policy version, tokens)."""
 
-    top: list[tuple[Sequence[int], Sequence[float]]] = field(default_factory=list)
+    top: list[tuple[Sequence[int], Sequence[float]]] = field(
+        default_factory=list[tuple[Sequence[int], Sequence[float]]]
+    )
     """For each token, the likeliest ids and their log-probabilities, where asked for."""
 
     finish: FinishReason | None = None

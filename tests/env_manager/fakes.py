@@ -40,7 +40,7 @@ CHATML = (
 WORDS = "system user assistant at left down right up ice hole goal wall be brief what is plus minus times"
 
 
-def tokenizer(template: str = TINY_TEMPLATE, *, eos: str = "<end>") -> PreTrainedTokenizerFast:
+def tokenizer(template: str = TINY_TEMPLATE, *, eos: str = "<end>") -> Any:
     """A word-level tokenizer that knows the built-in environments' words."""
     special = ["<unk>", "<pad>", "<end>", "<system>", "<user>", "<assistant>", "<|im_start|>", "<|im_end|>"]
     words = [*special, *WORDS.split(), *map(str, range(100))]

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from typing import Any
 
+import grpc
 import pytest
 from grpc import aio
 
@@ -340,7 +341,7 @@ class OtherLanguage(aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if not handler_call_details.method.endswith("/Step"):
             return handler
-        return handler._replace(unary_unary=self._step, response_serializer=None)
+        return grpc.unary_unary_rpc_method_handler(self._step)
 
     async def _step(self, request: object, context: object) -> bytes:
         return next(self._answers)

@@ -256,14 +256,13 @@ async def test_the_example_is_a_whole_environment_in_fewer_than_forty_lines():
     async with rpc.channel(address[0]) as channel:
         client = Client(environment_pb2_grpc.EnvironmentServiceStub(channel))
         shown = (await client.reset("a", "coin")).messages[0].text
-        rewards = []
+        steps = []
         for number in range(3):
             other = {"heads": "tails", "tails": "heads"}[shown.split()[-1]]
-            step = await client.step("a", number, other)
-            rewards.append(step.reward)
-            shown = step.messages[0].text
+            steps.append(await client.step("a", number, other))
+            shown = steps[-1].messages[0].text
 
     process.terminate()
     assert await asyncio.wait_for(process.wait(), 15) == 0
-    assert sum(rewards) == pytest.approx(1.0)
-    assert (step.done, step.metrics["success"]) == (True, 1.0)
+    assert sum(step.reward for step in steps) == pytest.approx(1.0)
+    assert (steps[-1].done, steps[-1].metrics["success"]) == (True, 1.0)

@@ -113,7 +113,7 @@ class Traces(aio.ServerInterceptor):
         self.of: defaultdict[str, list[str]] = defaultdict(list)
 
     async def intercept_service(self, continuation, handler_call_details):
-        header = dict(handler_call_details.invocation_metadata)[telemetry.TRACE_METADATA]
+        header = str(dict(handler_call_details.invocation_metadata)[telemetry.TRACE_METADATA])
         self.of[handler_call_details.method.rpartition("/")[2]].append(header.split("-")[1])
         return await continuation(handler_call_details)
 

@@ -1,3 +1,5 @@
+from collections.abc import Callable
+
 import pytest
 
 from rollfarm.config import ConfigError
@@ -8,7 +10,7 @@ def scaled(value: float, *, by: float = 2.0) -> float:
     return value * by
 
 
-FUNCTIONS = {"scaled": scaled}
+FUNCTIONS: dict[str, Callable[..., float]] = {"scaled": scaled}
 
 
 def test_bind_fixes_settings():

@@ -42,6 +42,7 @@ class Trainer(grpc_stubs.TrainerServiceServicer):
     async def WaitForVersion(self, request, context):
         self.remaining = rpc.remaining(1000)
         await asyncio.Event().wait()
+        return pb.WaitForVersionResponse()
 
 
 class Engine(engine_pb2_grpc.EngineServiceServicer):

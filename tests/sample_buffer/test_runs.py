@@ -3,6 +3,7 @@
 import pytest
 
 from rollfarm.errors import TrainerReplaced
+from rollfarm.v1.trajectory_pb2 import OUTCOME_ENV_FAILED
 from sample_buffer import events
 from sample_buffer.groups import Groups
 from sample_buffer.runs import Runs
@@ -95,7 +96,7 @@ def test_what_a_run_remembers_does_not_grow_while_another_is_the_current_one() -
     configure(runs, "second")
 
     for one in held:
-        first.fail(request_id(), one.lease_id, 3, "its worker gave up", 0.0)
+        first.fail(request_id(), one.lease_id, OUTCOME_ENV_FAILED, "its worker gave up", 0.0)
 
     assert len(first.state.answers) == len(first.state.ended) == IDLE.remembered_requests
 

@@ -103,7 +103,7 @@ def test_clipped_equals_a_float64_reference() -> None:
     objective = np.where(advantage < 0, np.maximum(objective, 3 * advantage), objective)
     kl = ratio - 1 - np.log(ratio)
 
-    loss, metrics = clipped(*(torch.tensor(each) for each in (logp, behavior, advantage)), torch.tensor(mask))
+    loss, metrics = clipped(torch.tensor(logp), torch.tensor(behavior), torch.tensor(advantage), torch.tensor(mask))
 
     assert loss.numpy() == pytest.approx(np.where(mask, -objective, 0))
     assert metrics["ratio"].item() == pytest.approx(ratio[mask].sum())

@@ -34,7 +34,7 @@ def test_two_ranks_learn_exactly_what_one_learns(model_path: Path, tmp_path: Pat
     port = free_port()
     ranks = [start(rank, port, str(model_path), str(tmp_path), "3") for rank in range(2)]
     objective = policy_objective(TrainerConfig())
-    alone = make_backend(model_path)
+    alone, expected = make_backend(model_path), {}
     for seed in range(3):
         rows = random_rows(9, seed=seed)
         expected = alone.train_step(rows, objective, norm=objective.norm(rows), lr=1e-2)

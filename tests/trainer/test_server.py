@@ -1,6 +1,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
 from grpc import aio
@@ -35,7 +36,7 @@ async def served(tmp_path: Path) -> AsyncIterator[tuple[Served, "trainer_pb2_grp
     await server.stop(grace=None)
 
 
-Door = tuple[Served, "trainer_pb2_grpc.TrainerServiceAsyncStub"]
+Door: TypeAlias = "tuple[Served, trainer_pb2_grpc.TrainerServiceAsyncStub]"
 
 
 async def test_progress_is_told_from_a_step_on(served: Door) -> None:

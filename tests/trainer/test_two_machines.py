@@ -104,7 +104,8 @@ async def test_both_ends_listen_where_the_other_can_reach_them() -> None:
         engine = await asyncio.to_thread(GlooGroup, transfer.group, seconds=10, allocate=in_ram)
         assert {address for address, _ in listening() - before} == {"127.0.0.2", "127.0.0.1"}
         engine.receive(buckets.plan(request.tensors, request.bucket_size_bytes))
-        return llm_proxy_pb2.BeginWeightUpdateResponse(results=[{"engine_id": transfer.engine_id}])
+        result = llm_proxy_pb2.EngineTransferResult(engine_id=transfer.engine_id)
+        return llm_proxy_pb2.BeginWeightUpdateResponse(results=[result])
 
     assert await links.transfer(snapshot(1), [llm_proxy_pb2.Engine(engine_id="near")], begin) == ["near"]
 

@@ -58,6 +58,11 @@ async def nothing() -> None:
     return None
 
 
+def pid_of(child: Child) -> int:
+    assert child.pid is not None
+    return child.pid
+
+
 def gone(pid: int) -> bool:
     return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
@@ -68,11 +73,11 @@ async def test_a_service_killed_for_real_is_started_again_and_serves_on_its_port
     (child,) = farm.children
 
     async def work() -> tuple[int, int]:
-        first = child.pid
+        first = pid_of(child)
         os.kill(first, signal.SIGKILL)
         await until(lambda: child.state is State.RUNNING and child.pid != first)
         assert await is_serving(f"127.0.0.1:{port}", timeout=5)
-        return first, child.pid
+        return first, pid_of(child)
 
     first, second = await farm.run(work)
 
@@ -91,7 +96,7 @@ async def test_what_a_dead_service_left_in_its_group_is_killed(tmp_path) -> None
         await until(pids.exists)
         await until(lambda: pids.read_text().endswith("\n"))
         grandchild = int(pids.read_text())
-        os.kill(child.pid, signal.SIGKILL)
+        os.kill(pid_of(child), signal.SIGKILL)
         await until(lambda: gone(grandchild))
         return grandchild
 
@@ -168,7 +173,7 @@ async def test_ranks_of_a_gang_live_and_die_together(tmp_path) -> None:
     farm = supervisor(tmp_path, *(spec(f"trainer-{rank}", "sleep", gang="trainer") for rank in range(2)))
 
     async def work() -> None:
-        before = [child.pid for child in farm.children]
+        before = [pid_of(child) for child in farm.children]
         os.kill(before[1], signal.SIGKILL)
         await until(lambda: all(child.state is State.RUNNING for child in farm.children) and farm.restarts == 1)
         assert not {child.pid for child in farm.children} & set(before)
@@ -182,7 +187,7 @@ async def test_cancelling_the_farm_while_it_starts_leaves_no_process(tmp_path) -
     farm = supervisor(tmp_path, spec("slow", "sleep", port=free_port()))
     running = asyncio.create_task(farm.run(nothing))
     await until(lambda: farm.children[0].pid)
-    pid = farm.children[0].pid
+    pid = pid_of(farm.children[0])
 
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
