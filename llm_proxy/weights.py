@@ -199,7 +199,7 @@ class WeightUpdates:
     # --- abort and what is held ---
 
     async def _discard(self, engine_id: str, policy_version: int) -> None:
-        del self._staged[engine_id]
+        self._staged.pop(engine_id, None)
         request = engine_pb2.DiscardWeightsRequest(policy_version=policy_version)
         connection = self._fleet.connection(engine_id)
         try:
