@@ -13,7 +13,7 @@ from grpc import aio
 from env_manager.rendering import Renderer
 from rollfarm import tokens
 from rollfarm.env import Environment, EnvironmentServicer, Observation, Step
-from rollfarm.errors import InvalidArgument, InvalidTrajectory, RewardFailed
+from rollfarm.errors import FarmError, InvalidArgument, InvalidTrajectory, RewardFailed
 from rollfarm.v1 import environment_pb2, sample_buffer_pb2, trajectory_pb2
 from tests.env_manager.fakes import (
     CHATML,
@@ -260,8 +260,9 @@ async def test_an_aborted_generation_aborts_the_episode():
     )
 
 
-async def test_a_refused_trajectory_is_failed_with_the_cause():
-    buffer, proxy = FakeBuffer(refuse=InvalidTrajectory("The reward is nan.")), FakeProxy(saying("down", "right"))
+@pytest.mark.parametrize("error", [InvalidTrajectory, InvalidArgument])
+async def test_a_refused_trajectory_is_failed_with_the_cause(error: type[FarmError]):
+    buffer, proxy = FakeBuffer(refuse=error("The reward is nan.")), FakeProxy(saying("down", "right"))
     buffer.add(episode(settings=SEED_WITHOUT_HOLES))
     async with serving(proxy.register) as address, working(buffer, address):
         await buffer.ended()
