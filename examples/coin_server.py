@@ -1,6 +1,6 @@
 """A whole environment in a process of its own: call the other side of the coin.
 
-`python examples/coin_server.py` serves it, and `rollfarm up examples/coin.toml` plays it; docs/environments.md explains.
+`python examples/coin_server.py` serves it, `rollfarm up examples/coin.toml` plays it, docs/environments.md explains.
 """
 
 import random

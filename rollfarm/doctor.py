@@ -42,7 +42,10 @@ print(json.dumps({
     "name": torch.cuda.get_device_name() if cuda else "",
 }))
 """
-VLLM_PROBE = "from importlib import metadata as m; print(m.version(m.packages_distributions().get('vllm', ['vllm'])[0]))"
+VLLM_PROBE = """
+from importlib import metadata
+print(metadata.version(metadata.packages_distributions().get("vllm", ["vllm"])[0]))
+"""
 
 
 @dataclass(frozen=True)
