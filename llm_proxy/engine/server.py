@@ -181,6 +181,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     async def GetStatus(
         self, request: engine_pb2.EngineServiceGetStatusRequest, context: Context
     ) -> engine_pb2.EngineServiceGetStatusResponse:
+        await self._adapter.check()
         status = self._adapter.status()
         limits = self._adapter.limits
         return engine_pb2.EngineServiceGetStatusResponse(

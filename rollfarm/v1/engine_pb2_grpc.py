@@ -151,7 +151,9 @@ class EngineServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetStatus(self, request, context):
-        """What the engine is and how busy.
+        """What the engine is and how busy. Asked again and again: an engine that does not answer is given up.
+
+        Errors: UNAVAILABLE/ENGINE_FAILED (the host lives, and the engine behind it does not answer).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -62,7 +62,10 @@ class EngineServiceStub:
     DiscardWeights: _grpc.UnaryUnaryMultiCallable[_engine_pb2.DiscardWeightsRequest, _engine_pb2.DiscardWeightsResponse]
     """Forgets a staged version. The old weights keep serving."""
     GetStatus: _grpc.UnaryUnaryMultiCallable[_engine_pb2.EngineServiceGetStatusRequest, _engine_pb2.EngineServiceGetStatusResponse]
-    """What the engine is and how busy."""
+    """What the engine is and how busy. Asked again and again: an engine that does not answer is given up.
+
+    Errors: UNAVAILABLE/ENGINE_FAILED (the host lives, and the engine behind it does not answer).
+    """
 
 @_typing.type_check_only
 class EngineServiceAsyncStub(EngineServiceStub):
@@ -98,7 +101,10 @@ class EngineServiceAsyncStub(EngineServiceStub):
     DiscardWeights: _aio.UnaryUnaryMultiCallable[_engine_pb2.DiscardWeightsRequest, _engine_pb2.DiscardWeightsResponse]  # type: ignore[assignment]
     """Forgets a staged version. The old weights keep serving."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_engine_pb2.EngineServiceGetStatusRequest, _engine_pb2.EngineServiceGetStatusResponse]  # type: ignore[assignment]
-    """What the engine is and how busy."""
+    """What the engine is and how busy. Asked again and again: an engine that does not answer is given up.
+
+    Errors: UNAVAILABLE/ENGINE_FAILED (the host lives, and the engine behind it does not answer).
+    """
 
 class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
     """Served by the engine host beside each inference engine (embedded, vLLM, ...). Called by llm_proxy alone."""
@@ -185,6 +191,9 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _engine_pb2.EngineServiceGetStatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.EngineServiceGetStatusResponse, _abc.Awaitable[_engine_pb2.EngineServiceGetStatusResponse]]:
-        """What the engine is and how busy."""
+        """What the engine is and how busy. Asked again and again: an engine that does not answer is given up.
+
+        Errors: UNAVAILABLE/ENGINE_FAILED (the host lives, and the engine behind it does not answer).
+        """
 
 def add_EngineServiceServicer_to_server(servicer: EngineServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

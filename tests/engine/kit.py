@@ -122,6 +122,7 @@ class Client:
 class Host:
     """A served engine, and the test's connections to it."""
 
+    address: str
     model: Path
     stub: engine_pb2_grpc.EngineServiceAsyncStub
     client: Client
@@ -194,8 +195,10 @@ async def serve(root: EngineRoot) -> AsyncIterator[Host]:
             yield host
     finally:
         stop.set()
-        await serving
-        await adapter.stop()
+        try:
+            await serving
+        finally:
+            await adapter.stop()
 
 
 @asynccontextmanager
@@ -203,7 +206,7 @@ async def connect(address: str, model: Path) -> AsyncIterator[Host]:
     async with rpc.channel(address) as channel:
         stub: Any = engine_pb2_grpc.EngineServiceStub(channel)
         client = Client(stub)
-        host = Host(model, stub, client)
+        host = Host(address, model, stub, client)
         host.version = (await host.status()).policy_version
         yield host
         await client.close()

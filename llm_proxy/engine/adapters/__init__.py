@@ -82,6 +82,10 @@ class Adapter(Protocol):
         """Forget a staged version; others are left alone."""
         ...
 
+    async def check(self) -> None:
+        """Raises EngineFailed where the engine does not answer, though its process lives."""
+        ...
+
     def status(self) -> EngineStatus:
         """How it stands, not older than the last step."""
         ...

@@ -120,6 +120,9 @@ class EmbeddedAdapter:
     async def discard_weights(self, policy_version: int) -> None:
         self._receiver.discard(policy_version)
 
+    async def check(self) -> None:
+        """Lives in this process: there is nobody to ask."""
+
     def status(self) -> EngineStatus:
         return self._engine.status
 

@@ -20,6 +20,7 @@ from llm_proxy.engine.adapters.vllm_server import SharedMemory, VllmServer, mode
 from llm_proxy.engine.config import EngineConfig
 from llm_proxy.engine.receiver import Receiver, Staged, with_aliases
 from llm_proxy.engine.requests import ABORT, LENGTH, STOP, Chunk, FinishReason, Limits, Request
+from rollfarm import rpc
 from rollfarm.errors import EngineFailed, InvalidArgument
 from rollfarm.run import ModelConfig
 from rollfarm.threads import in_thread
@@ -29,6 +30,9 @@ log = structlog.get_logger()
 
 _FINISH: dict[str, FinishReason] = {"stop": STOP, "length": LENGTH, "abort": ABORT}
 _METRICS_SECONDS = 2.0
+_HEALTH_SECONDS = 5.0
+_HEALTH_SHARE = 0.9
+"""Of the caller's deadline; the rest is left for the answer that vLLM gave none."""
 
 
 class VllmAdapter:
@@ -73,7 +77,12 @@ class VllmAdapter:
 
     def _done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None and not self._over.done():
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._end(error)
+
+    def _end(self, error: BaseException) -> None:
+        """Let `watch` raise, and the host end."""
+        if not self._over.done():
             self._over.set_exception(error)
 
     async def watch(self) -> None:
@@ -158,9 +167,8 @@ class VllmAdapter:
                 await self._drain()
             try:
                 return await self._load(staged, mode)
-            except EngineFailed as failure:  # half-loaded weights must not serve
-                if not self._over.done():
-                    self._over.set_exception(failure)
+            except Exception as error:  # paused, with half-loaded weights: neither may go on
+                self._end(error)
                 raise
             finally:
                 self._draining = False
@@ -188,6 +196,9 @@ class VllmAdapter:
 
     async def discard_weights(self, policy_version: int) -> None:
         self._receiver.discard(policy_version)
+
+    async def check(self) -> None:
+        await self._server.check(_HEALTH_SHARE * rpc.remaining(_HEALTH_SECONDS))
 
     def status(self) -> EngineStatus:
         return EngineStatus(

@@ -160,6 +160,15 @@ class VllmServer:
         """Stop requests; each still answers with what it has."""
         await self.post("/abort_requests", {"request_ids": [_ABORT_PREFIX + key for key in keys]})
 
+    async def check(self, seconds: float) -> None:
+        """Raises EngineFailed unless vLLM says within `seconds` that it is well."""
+        try:
+            answer = await self._http.get("/health", timeout=seconds)
+        except httpx2.TransportError as error:
+            raise EngineFailed(f"vLLM does not answer: {error!r}.") from error
+        if answer.status_code != 200:
+            raise EngineFailed(f"vLLM is not well: it answers /health with {answer.status_code}.")
+
     async def get(self, path: str) -> str:
         """The text of a page."""
         try:
