@@ -26,13 +26,14 @@ class SamplingConfig(Config):
     """Most tokens of one turn. The model's end-of-sequence token ends a turn early."""
 
     temperature: float = Field(default=1.0, ge=0)
-    """Softmax temperature. 0 is greedy; training wants 1, so that behaviour log-probabilities are the policy's own."""
+    """Softmax temperature; the trainer takes the policy's log-probabilities at it too. 0 is greedy, for validation
+    alone."""
 
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus mass. 1 keeps every token."""
+    """Nucleus mass. 1 keeps every token; less is for validation alone."""
 
     top_k: int = Field(default=0, ge=0)
-    """Tokens kept by rank. 0 keeps every token."""
+    """Tokens kept by rank. 0 keeps every token; more is for validation alone."""
 
     def to_proto(self) -> trajectory_pb2.Sampling:
         return trajectory_pb2.Sampling(
@@ -121,6 +122,16 @@ class RunConfig(Config):
 
     max_attempts: int = Field(default=5, ge=1)
     """Attempts at one episode before its group is dropped with the cause."""
+
+    @field_validator("sampling")
+    @classmethod
+    def _trains(cls, sampling: SamplingConfig) -> SamplingConfig:
+        if sampling.temperature == 0 or sampling.top_p < 1 or sampling.top_k > 0:
+            raise ValueError(
+                "training needs temperature above 0, top_p 1 and top_k 0: the trainer weighs a token by its "
+                "probability under the whole policy. Sample otherwise in run.validation_sampling alone."
+            )
+        return sampling
 
     @field_validator("domains")
     @classmethod

@@ -93,7 +93,9 @@ class Learner:
         rewards_BG = torch.tensor([[each.reward for each in group.trajectories] for group in groups]).double()
         rows = with_advantages([row_of(each) for each in trajectories], self._advantages(rewards_BG, batch.step))
         norm = self._objectives[POLICY].norm(rows)
-        metrics = self.leader.train_step(rows, POLICY, norm=norm, lr=self.lr_at(batch.step))
+        metrics = self.leader.train_step(
+            rows, POLICY, temperature=self._run.sampling.temperature, norm=norm, lr=self.lr_at(batch.step)
+        )
         if metrics["skipped"]:
             log.error(
                 "step skipped: loss or gradient is not finite",
@@ -141,7 +143,8 @@ class Learner:
         for step, batch in enumerate(chosen):
             lr = settings.lr * (1 - step / settings.steps)
             norm = self._objectives[SUPERVISED].norm(batch)
-            yield self.leader.train_step(batch, SUPERVISED, norm=norm, lr=lr).get("loss", math.nan)
+            measured = self.leader.train_step(batch, SUPERVISED, temperature=1.0, norm=norm, lr=lr)
+            yield measured.get("loss", math.nan)
         self.leader.reset_optimizer()
 
     def snapshot(self, policy_version: int) -> Snapshot:

@@ -26,7 +26,7 @@ from trainer.rows import Row, decode, encode
 PULSE_SECONDS = 10.0
 """While nothing else is announced, rank 0 says that it lives this often."""
 
-_STEP_HEADER = struct.Struct("<dd16s")
+_STEP_HEADER = struct.Struct("<ddd16s")
 
 
 class Command(IntEnum):
@@ -72,10 +72,12 @@ class Leader:
         self._backend = backend
         self._objectives = objectives
 
-    def train_step(self, rows: Sequence[Row], objective: str, *, norm: float, lr: float) -> dict[str, float]:
+    def train_step(
+        self, rows: Sequence[Row], objective: str, *, temperature: float, norm: float, lr: float
+    ) -> dict[str, float]:
         if world_size() > 1:
-            _announce(Command.TRAIN, _STEP_HEADER.pack(norm, lr, objective.encode()) + encode(rows))
-        return self._backend.train_step(rows, self._objectives[objective], norm=norm, lr=lr)
+            _announce(Command.TRAIN, _STEP_HEADER.pack(temperature, norm, lr, objective.encode()) + encode(rows))
+        return self._backend.train_step(rows, self._objectives[objective], temperature=temperature, norm=norm, lr=lr)
 
     def reset_optimizer(self) -> None:
         _announce(Command.RESET)
@@ -118,9 +120,10 @@ def follow(build: Callable[[], Backend], objectives: Mapping[str, LossFn]) -> No
         elif command is Command.LOAD:
             backend.load(Path())
         elif command is Command.TRAIN:
-            norm, lr, name = _STEP_HEADER.unpack_from(payload)
+            temperature, norm, lr, name = _STEP_HEADER.unpack_from(payload)
             rows = decode(payload[_STEP_HEADER.size :])
-            backend.train_step(rows, objectives[name.rstrip(b"\0").decode()], norm=norm, lr=lr)
+            objective = objectives[name.rstrip(b"\0").decode()]
+            backend.train_step(rows, objective, temperature=temperature, norm=norm, lr=lr)
 
 
 def _announce(command: Command, payload: bytes = b"") -> None:

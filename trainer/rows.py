@@ -32,7 +32,7 @@ class Row:
     """True on tokens that the policy wrote."""
 
     behavior_logp_T: NDArray[np.float32]
-    """Log-probability of each token when it was sampled, nats; 0 outside the mask."""
+    """Log-probability of each token under the distribution that it was sampled from, nats; 0 outside the mask."""
 
     advantage: float = 0.0
     """Unitless, the same for every token of the trajectory."""

@@ -322,7 +322,9 @@ class Turn(_message.Message):
     token_ids: _builtins.bytes
     """[T] "<i4", ids in the policy's vocabulary."""
     logprobs: _builtins.bytes
-    """[T] "<f4", behaviour log-probability of each token when it was sampled; empty unless the policy wrote the turn."""
+    """[T] "<f4", behaviour log-probability of each token, under the distribution that it was sampled from (temperature
+    and truncation included); empty unless the policy wrote the turn.
+    """
     finish_reason: Global___FinishReason.ValueType
     """Why the policy stopped. Unset unless the policy wrote the turn."""
     step_reward: _builtins.float

@@ -1,4 +1,5 @@
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -28,6 +29,17 @@ def test_the_spec_that_sample_buffer_gets_is_the_configuration():
 def test_a_run_name_that_cannot_be_a_folder_is_refused():
     with pytest.raises(ValidationError, match="name"):
         RunConfig(name="../elsewhere")
+
+
+@pytest.mark.parametrize("sampling", [{"temperature": 0}, {"top_p": 0.9}, {"top_k": 5}])
+def test_sampling_that_the_trainer_cannot_weigh_is_for_validation_alone(sampling: dict[str, Any]):
+    cut = SamplingConfig.model_validate(sampling)
+
+    with pytest.raises(ValidationError, match=r"in run\.validation_sampling alone"):
+        RunConfig(sampling=cut)
+
+    run = RunConfig(sampling=SamplingConfig(temperature=0.7), validation_sampling=cut)
+    assert run.to_proto().sampling.temperature == 0.7
 
 
 def test_two_domains_of_one_name_are_refused():

@@ -23,7 +23,8 @@ def main(model: str, folder: str, steps: str, rows_each: str = "9") -> None:
     measured: dict[str, float] = {}
     for seed in count() if steps == "forever" else range(int(steps)):
         rows = random_rows(int(rows_each), seed=seed)
-        measured = leader.train_step(rows, "policy", norm=objectives["policy"].norm(rows), lr=1e-2)
+        norm = objectives["policy"].norm(rows)
+        measured = leader.train_step(rows, "policy", temperature=0.8, norm=norm, lr=1e-2)
         leader.pulse()
         if steps == "forever" and seed == 0:
             print("begun", flush=True)

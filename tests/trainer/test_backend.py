@@ -1,3 +1,4 @@
+import math
 from pathlib import Path
 
 import numpy as np
@@ -18,33 +19,36 @@ from trainer.rows import Row, micro_batches
 OBJECTIVE = policy_objective(TrainerConfig())
 
 
-def step(backend: ReplicatedBackend, rows: list[Row], lr: float = 1e-2) -> dict[str, float]:
-    return backend.train_step(rows, OBJECTIVE, norm=OBJECTIVE.norm(rows), lr=lr)
+def step(backend: ReplicatedBackend, rows: list[Row], *, temperature: float = 1.0) -> dict[str, float]:
+    return backend.train_step(rows, OBJECTIVE, temperature=temperature, norm=OBJECTIVE.norm(rows), lr=1e-2)
 
 
 def weights(backend: ReplicatedBackend) -> torch.Tensor:
     return torch.cat([tensor.flatten() for _, tensor in backend.export_named_tensors()])
 
 
-def with_logp(backend: ReplicatedBackend, rows: list[Row]) -> list[tuple[Row, np.ndarray]]:
+def with_logp(backend: ReplicatedBackend, rows: list[Row], *, temperature: float = 1.0) -> list[tuple[Row, np.ndarray]]:
     """Each row with f32[T], the log-probabilities of its tokens: one padded batch, longest first."""
     (batch,) = micro_batches(rows, 10_000, torch.device("cpu"))
     with torch.no_grad():
-        logp_RT, _ = logprobs.selected_logprobs(backend.model, batch.ids_RT, batch.mask_RT)
+        logp_RT, _ = logprobs.selected_logprobs(backend.model, batch.ids_RT, batch.mask_RT, temperature=temperature)
     longest_first = sorted(rows, key=len, reverse=True)
     return [(row, logp_T[: len(row)].numpy()) for row, logp_T in zip(longest_first, logp_RT, strict=True)]
 
 
-def test_log_probabilities_are_those_of_a_hugging_face_forward(model_path: Path, backend: ReplicatedBackend) -> None:
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probabilities_are_those_of_a_hugging_face_forward(
+    model_path: Path, backend: ReplicatedBackend, temperature: float
+) -> None:
     rows = random_rows(9)
     reference = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
 
-    found = with_logp(backend, rows)
+    found = with_logp(backend, rows, temperature=temperature)
 
     for row, logp_T in found:
         ids = torch.from_numpy(row.ids_T).long()[None]
         with torch.no_grad():
-            all_logp = reference(ids).logits[0, :-1].log_softmax(-1)
+            all_logp = (reference(ids).logits[0, :-1] / temperature).log_softmax(-1)
         expected = all_logp.gather(-1, ids[0, 1:, None])[:, 0].numpy()
         assert logp_T[1:][row.mask_T[1:]] == pytest.approx(expected[row.mask_T[1:]], abs=1e-5)
         assert not logp_T[~row.mask_T].any()
@@ -79,6 +83,12 @@ def test_tokens_with_a_good_advantage_become_likelier(backend: ReplicatedBackend
 
     assert first["ratio"] == pytest.approx(1.0, abs=1e-6)
     assert sum(logp_T.sum() for _, logp_T in with_logp(backend, rows)) > before
+
+
+def test_a_very_hot_policy_finds_every_token_equally_likely(backend: ReplicatedBackend) -> None:
+    measured = step(backend, random_rows(8), temperature=1e6)
+
+    assert measured["entropy"] == pytest.approx(math.log(backend.model.config.vocab_size), abs=1e-4)
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollfarm.run import ModelConfig, RunConfig
+from rollfarm.run import ModelConfig, RunConfig, SamplingConfig
 from rollfarm.v1 import sample_buffer_pb2
 from tests.trainer.conftest import group
 from trainer.config import TrainerConfig, TrainerRoot
@@ -12,11 +12,10 @@ from trainer.learner import Learner, build_learner
 BATCH = sample_buffer_pb2.Batch(batch_id="b", step=0, policy_version=2, group_count=2)
 
 
-def make(model_path: Path, *, steps: int = 100, **settings: object) -> Learner:
+def make(model_path: Path, *, steps: int = 100, temperature: float = 1.0, **settings: object) -> Learner:
+    run = RunConfig(steps=steps, sampling=SamplingConfig(temperature=temperature))
     trainer = TrainerConfig.model_validate({"lr": 1e-2, "device": "cpu", **settings})
-    return build_learner(
-        TrainerRoot(run=RunConfig(steps=steps), model=ModelConfig(path=str(model_path)), trainer=trainer)
-    )
+    return build_learner(TrainerRoot(run=run, model=ModelConfig(path=str(model_path)), trainer=trainer))
 
 
 def preference(learner: Learner, model_path: Path) -> float:
@@ -41,6 +40,14 @@ def test_what_was_paid_becomes_likelier_and_the_step_is_measured(model_path: Pat
     assert outcome.metrics["episode_success"] == 0.5
     assert (outcome.metrics["staleness"], outcome.metrics["staleness_max"]) == (1, 1)
     assert outcome.metrics["tokens"] == 24
+
+
+def test_the_policy_is_taken_at_the_temperature_of_the_samples(model_path: Path) -> None:
+    def entropy(temperature: float) -> float:
+        learner = make(model_path, temperature=temperature)
+        return learner.learn(BATCH, [group("a", [1, 0]), group("b", [0, 1])]).metrics["entropy"]
+
+    assert entropy(0.01) < entropy(1.0) < entropy(100.0)
 
 
 def test_groups_that_agree_teach_nothing(model_path: Path) -> None:

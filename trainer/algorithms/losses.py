@@ -24,7 +24,8 @@ class Loss(Protocol):
     ) -> tuple[Tensor, Metrics]:
         """The loss of each token, 0 outside the mask, and metrics.
 
-        logp_T           f32  log pi of the sampled token under the current weights, nats, has grad
+        logp_T           f32  log pi of the sampled token under the current weights, nats, has grad; pi is the policy at
+                              the temperature of the samples
         behavior_logp_T  f32  the same, recorded by the engine when the token was sampled
         advantage_T      f32  unitless, constant across a trajectory
         mask_T           bool true on tokens that the policy wrote

@@ -20,8 +20,13 @@ class Backend(Protocol):
     Every rank holds one and calls the methods marked *collective* in the same order with the same arguments.
     """
 
-    def train_step(self, rows: Sequence[Row], loss_fn: LossFn, *, norm: float, lr: float) -> dict[str, float]:
+    def train_step(
+        self, rows: Sequence[Row], loss_fn: LossFn, *, temperature: float, norm: float, lr: float
+    ) -> dict[str, float]:
         """One optimiser step on all `rows`, of which this rank computes its share. Collective.
+
+        Log-probabilities and entropies are of the policy at `temperature`: at the one that engines sampled from, the
+        ratio to the behaviour policy is 1 while the weights are the same.
 
         A step whose loss or gradient is not finite changes nothing and says so: metrics["skipped"] is 1.
         """

@@ -15,9 +15,11 @@ CHUNK_ELEMENTS = 16 * 1024 * 1024
 """Most logits that exist at once: 64 MiB in float32, and a few times that while they are worked on."""
 
 
-def selected_logprobs(model: PreTrainedModel, ids_RT: Tensor, mask_RT: Tensor) -> tuple[Tensor, Tensor]:
+def selected_logprobs(
+    model: PreTrainedModel, ids_RT: Tensor, mask_RT: Tensor, *, temperature: float
+) -> tuple[Tensor, Tensor]:
     """f32[R, T] log-probability of each token in the mask given those before it, and entropy there (without
-    gradient); 0 elsewhere.
+    gradient); 0 elsewhere. Both are of the policy at `temperature`, as engines sample from it.
 
     Rows are padded on the right, so causal attention needs no mask. Position 0 has nothing before it and is never in
     the mask.
@@ -26,7 +28,7 @@ def selected_logprobs(model: PreTrainedModel, ids_RT: Tensor, mask_RT: Tensor) -
     hidden_RTH = decoder(input_ids=ids_RT, use_cache=False).last_hidden_state
     chosen_RT = mask_RT[:, 1:]
     hidden_NH, ids_N = hidden_RTH[:, :-1][chosen_RT], ids_RT[:, 1:][chosen_RT]
-    logp_N, entropy_N = _chunked(head, hidden_NH, ids_N)
+    logp_N, entropy_N = _chunked(head, hidden_NH, ids_N, temperature)
     return _scatter(mask_RT, chosen_RT, logp_N), _scatter(mask_RT, chosen_RT, entropy_N)
 
 
@@ -42,20 +44,22 @@ def _parts(model: PreTrainedModel) -> tuple[torch.nn.Module, torch.nn.Module]:
     return model.base_model, head
 
 
-def _chunked(head: torch.nn.Module, hidden_NH: Tensor, ids_N: Tensor) -> tuple[Tensor, Tensor]:
+def _chunked(head: torch.nn.Module, hidden_NH: Tensor, ids_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     vocabulary = next(head.parameters()).shape[0]
     size = max(1, CHUNK_ELEMENTS // vocabulary)
     if len(ids_N) <= size:
-        return _logp_and_entropy(head, hidden_NH, ids_N)
+        return _logp_and_entropy(head, hidden_NH, ids_N, temperature)
     parts = [
-        checkpoint(_logp_and_entropy, head, *chunk, use_reentrant=False)
+        checkpoint(_logp_and_entropy, head, *chunk, temperature, use_reentrant=False)
         for chunk in zip(hidden_NH.split(size), ids_N.split(size), strict=True)
     ]
     return torch.cat([logp for logp, _ in parts]), torch.cat([entropy for _, entropy in parts])
 
 
-def _logp_and_entropy(head: torch.nn.Module, hidden_NH: Tensor, ids_N: Tensor) -> tuple[Tensor, Tensor]:
-    logits_NV = head(hidden_NH).float()
+def _logp_and_entropy(
+    head: torch.nn.Module, hidden_NH: Tensor, ids_N: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    logits_NV = head(hidden_NH).float() / temperature
     normalizer_N = torch.logsumexp(logits_NV, dim=-1)
     logp_N = logits_NV.gather(-1, ids_N[:, None]).squeeze(-1) - normalizer_N
     with torch.no_grad():

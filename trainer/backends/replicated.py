@@ -60,11 +60,13 @@ class ReplicatedBackend:
         self.reset_optimizer()
         self._broadcast_state()
 
-    def train_step(self, rows: Sequence[Row], loss_fn: LossFn, *, norm: float, lr: float) -> dict[str, float]:
+    def train_step(
+        self, rows: Sequence[Row], loss_fn: LossFn, *, temperature: float, norm: float, lr: float
+    ) -> dict[str, float]:
         share = share_of(rows, _rank(), _world_size()) or [blank(rows[0])]
         totals: dict[str, float] = {}
         for batch in micro_batches(share, self._micro_batch_tokens, self.device):
-            logp_RT, entropy_RT = self._forward(batch)
+            logp_RT, entropy_RT = self._forward(batch, temperature)
             loss_sum, metrics = loss_fn(logp_RT, entropy_RT, batch)
             loss = loss_sum / max(norm, 1e-12)
             loss.backward()
@@ -105,10 +107,10 @@ class ReplicatedBackend:
         self.model.save_pretrained(folder)
         AutoTokenizer.from_pretrained(self._path).save_pretrained(folder)
 
-    def _forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    def _forward(self, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
         """f32[R, T] log-probabilities of the tokens in the mask, and entropies; 0 outside it."""
         with torch.autocast(self.device.type, self._compute_dtype, enabled=self._compute_dtype is torch.bfloat16):
-            return selected_logprobs(self.model, batch.ids_RT, batch.mask_RT)
+            return selected_logprobs(self.model, batch.ids_RT, batch.mask_RT, temperature=temperature)
 
     def _sum_gradients(self) -> None:
         if _world_size() == 1:
