@@ -99,7 +99,16 @@ def _views(torch: Any, memory: Any, tensors: list[tuple[str, str, list[int], int
 def main() -> None:
     """Run the API server until it ends or its standard input does."""
     threading.Thread(target=_end_with_stdin, daemon=True).start()
+    if _on_cpu():
+        # Half a prompt is sampled in vain, and vLLM then winds back the request's generator, which only CUDA's can do.
+        sys.argv.insert(1, "--no-enable-chunked-prefill")
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)
+
+
+def _on_cpu() -> bool:
+    from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports, reportUnknownVariableType]
+
+    return bool(current_platform.is_cpu())  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
 
 
 def _end_with_stdin() -> None:

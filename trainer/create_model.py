@@ -93,7 +93,7 @@ def _write(folder: Path, create: TinyModelConfig) -> None:
         num_hidden_layers=create.layers,
         num_attention_heads=create.heads,
         num_key_value_heads=create.heads,
-        head_dim=create.hidden_size // create.heads,
+        head_dim=create.head_dim,
         max_position_embeddings=create.context_tokens,
         tie_word_embeddings=False,
         pad_token_id=vocabulary[PAD],

@@ -143,8 +143,10 @@ def start_farm(tmp_path: Path) -> Iterator[StartFarm]:
 
 
 def _free_ports(width: int = 120) -> int:
-    """The first of `width` consecutive ports that nobody listens on."""
-    for base in range(20_000, 30_000, width):
+    """The first of `width` consecutive ports that nobody listens on. Suites side by side look in different places."""
+    bases = range(20_000, 30_000, width)
+    start = os.getpid() % len(bases)
+    for base in (*bases[start:], *bases[:start]):
         try:
             for port in range(base, base + width):
                 with socket.socket() as probe:

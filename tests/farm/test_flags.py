@@ -11,21 +11,23 @@ import pytest
 
 from tests.farm.conftest import CHECKOUT, StartFarm
 
+DEMO = CHECKOUT / "examples" / "demo.toml"
 SMALL = CHECKOUT / "tests" / "farm" / "small.toml"
 STEPS = 40
+SHORT = ("--run.steps", str(STEPS), "--up.min_gain", "0")
 VLLM = Path(os.environ.get("ROLLFARM_VLLM_PYTHON", CHECKOUT / ".venv-vllm" / "bin" / "python"))
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
 
 def test_it_runs_synchronously(start_farm: StartFarm):
-    status, summary = start_farm(SMALL, "--run.alpha", "0").finish(seconds=200)
+    status, summary = start_farm(SMALL, *SHORT, "--run.alpha", "0").finish(seconds=200)
 
     assert (status, summary["steps"], summary["max_staleness"]) == (0, STEPS, 0)
 
 
 def test_it_runs_with_two_of_everything_that_scales(start_farm: StartFarm):
-    farm = start_farm(SMALL, "--up.env_managers", "2", "--up.engines", "2", "--up.trainer_ranks", "2")
+    farm = start_farm(SMALL, *SHORT, "--up.env_managers", "2", "--up.engines", "2", "--up.trainer_ranks", "2")
 
     farm.wait_for_step(2, seconds=120)
     counts = {module: len(farm.pids(module)) for module in ("env_manager", "llm_proxy.engine", "trainer")}
@@ -41,7 +43,7 @@ def test_it_runs_with_two_of_everything_that_scales(start_farm: StartFarm):
 
 @pytest.mark.skipif(not VLLM.exists(), reason="no real vLLM here: run `make vllm` first")
 def test_it_runs_on_an_unmodified_vllm_server_by_changing_the_engine_alone(start_farm: StartFarm):
-    farm = start_farm(SMALL, "--engine.adapter", "vllm", "--engine.vllm.python", str(VLLM))
+    farm = start_farm(DEMO, *SHORT, "--engine.adapter", "vllm", "--engine.vllm.python", str(VLLM))
 
     farm.wait_for_step(2, seconds=200)
     adapters = {engine.adapter for engine in farm.proxy().engines}
@@ -49,7 +51,7 @@ def test_it_runs_on_an_unmodified_vllm_server_by_changing_the_engine_alone(start
 
     assert adapters == {"vllm"}
     assert (status, summary["steps"]) == (0, STEPS)
-    assert summary["samples"] == STEPS * 4 * 4
+    assert summary["samples"] == STEPS * 4 * 8
 
 
 def test_the_example_of_an_environment_in_a_process_of_its_own_is_learned(start_farm: StartFarm):

@@ -9,7 +9,7 @@ import pytest
 from tests.farm.conftest import CHECKOUT, StartFarm
 
 SMALL = CHECKOUT / "tests" / "farm" / "small.toml"
-STEPS = 40
+STEPS = 150
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

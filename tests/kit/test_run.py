@@ -49,14 +49,6 @@ def test_two_domains_of_one_name_are_refused():
         RunConfig(domains=domains)
 
 
-@pytest.mark.parametrize(("width", "heads"), [(128, 3), (12, 4), (8, 8)])
-def test_heads_divide_the_width_into_parts_of_even_width(width: int, heads: int):
-    assert TinyModelConfig(words="a", hidden_size=16, heads=4).heads == 4
-
-    with pytest.raises(ValidationError, match=f"{heads} heads do not divide hidden_size {width}"):
-        TinyModelConfig(words="a", hidden_size=width, heads=heads)
-
-
 CREATE = TinyModelConfig(words="left right")
 
 

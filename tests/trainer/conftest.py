@@ -35,7 +35,7 @@ WORDS = "left right up down go stop ice hole 0 1 2 3"
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of one narrow layer."""
     path = tmp_path_factory.mktemp("model") / "tiny"
-    create = TinyModelConfig(words=WORDS, hidden_size=32, layers=1, heads=2, context_tokens=64)
+    create = TinyModelConfig(words=WORDS, hidden_size=32, layers=1, context_tokens=64)
     ensure_model(ModelConfig(path=str(path), create=create))
     return path
 

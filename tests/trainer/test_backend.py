@@ -125,7 +125,7 @@ def test_training_goes_on_from_a_checkpoint_as_if_never_interrupted(model_path: 
 
 def test_a_checkpoint_of_another_model_is_refused(backend: ReplicatedBackend, tmp_path: Path) -> None:
     other = tmp_path / "other"
-    create = TinyModelConfig(words=WORDS, hidden_size=32, layers=2, heads=2, context_tokens=64)
+    create = TinyModelConfig(words=WORDS, hidden_size=32, layers=2, context_tokens=64)
     ensure_model(ModelConfig(path=str(other), create=create))
     backend.save(tmp_path)
 

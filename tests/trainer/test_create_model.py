@@ -9,7 +9,7 @@ from rollfarm.config import ConfigError
 from rollfarm.run import ModelConfig, TinyModelConfig
 from trainer.create_model import ensure_model
 
-CREATE = TinyModelConfig(words="left right 0 1", hidden_size=16, layers=1, heads=2, context_tokens=32)
+CREATE = TinyModelConfig(words="left right 0 1", hidden_size=16, layers=1, context_tokens=32)
 
 
 def test_text_makes_the_round_trip_and_unknown_words_are_marked(model_path: Path) -> None:

@@ -76,7 +76,7 @@ def changed(farm_file: Path, old: str, new: str) -> str:
             "lake: reward 'exact': unknown setting 'case_sensitve'. Did you mean 'case_sensitive'?",
         ),
         (WORDS, "at left down right up ice goal 0 1 3", "model.create.words: wall, 2, hole missing"),
-        ("[model.create]", "[model.create]\nheads = 3", "model.create.heads: 3 heads do not divide hidden_size 128"),
+        ("[model.create]", "[model.create]\nhead_dim = 3", "model.create.head_dim"),
         (
             "",
             '[[run.filters]]\nname = "zero_varience"',
