@@ -20,26 +20,6 @@ from sample_buffer.config import SampleBufferRoot
 
 ROOT = Path(__file__).parents[2]
 WORDS = "at left down right up ice hole goal wall 0 1 2 3"
-FARM = """
-[run]
-folder = "{folder}/runs"
-[[run.domains]]
-name = "lake"
-environment = "frozen_lake"
-[model]
-path = "{folder}/model"
-[model.create]
-words = "{words}"
-[reward_gateway.domains.lake]
-rewards = [{{ name = "environment" }}]
-"""
-
-
-@pytest.fixture
-def farm_file(tmp_path: Path) -> Path:
-    path = tmp_path / "farm.toml"
-    path.write_text(FARM.format(folder=tmp_path, words=WORDS))
-    return path
 
 
 def changed(farm_file: Path, old: str, new: str) -> str:

@@ -7,28 +7,6 @@ from rollfarm.service import SUPERVISED
 from rollfarm.up.config import as_used, load_farm, write_toml
 from rollfarm.up.farm import Addresses, Plan, plan
 
-FARM = """
-[run]
-name = "small"
-folder = "{folder}/runs"
-[[run.domains]]
-name = "lake"
-environment = "frozen_lake"
-[model]
-path = "{folder}/model"
-[model.create]
-words = "at left down right up ice hole goal wall 0 1 2 3"
-[reward_gateway.domains.lake]
-rewards = [{{ name = "environment" }}]
-"""
-
-
-@pytest.fixture
-def farm_file(tmp_path: Path) -> Path:
-    path = tmp_path / "farm.toml"
-    path.write_text(FARM.format(folder=tmp_path))
-    return path
-
 
 def planned(farm_file: Path, *flags: str, environ: dict[str, str] | None = None) -> Plan:
     farm = load_farm([str(farm_file), *flags])
