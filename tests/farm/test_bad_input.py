@@ -122,12 +122,12 @@ def test_a_finished_run_is_not_begun_again_in_silence(start_farm: StartFarm, tmp
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.toml").write_text("")
-    (run / "summary.json").write_text(json.dumps({"finished": True, "steps": 40}))
+    (run / "summary.json").write_text(json.dumps({"finished": True, "steps": 150}))
 
     status, said = ended(start_farm(SMALL))
 
     assert status == 2
-    assert "is finished (40 steps)" in said
+    assert "is finished (150 steps)" in said
 
 
 def _argv(process: psutil.Process) -> str:
