@@ -16,6 +16,9 @@ from rollfarm.v1 import trainer_pb2, trainer_pb2_grpc
 from tests.trainer.conftest import ROOT, free_port
 from tests.trainer.farms import Farm, farm
 
+STEPS = 200
+"""So many that a trainer is still at work when a test looks at it."""
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
@@ -63,7 +66,7 @@ class Process:
             stub = trainer_pb2_grpc.TrainerServiceStub(channel)
             version = 0
             while True:
-                progress = await rpc.call(stub.GetProgress, trainer_pb2.GetProgressRequest(), timeout=120)
+                progress = await rpc.call(stub.GetProgress, trainer_pb2.GetProgressRequest(), timeout=20)
                 if progress.step_count >= step:
                     return progress
                 wait = trainer_pb2.WaitForVersionRequest(after_version=version)
@@ -89,7 +92,7 @@ async def test_killed_at_any_step_it_goes_on_by_itself_and_stops_when_asked(
     buffer_address: str, model_path: Path, tmp_path: Path
 ) -> None:
     async with farm(buffer_address, model_path, tmp_path, validation_episodes=0) as run:
-        run = run.with_run(steps=40)
+        run = run.with_run(steps=STEPS)
         proxy = run.proxy_address
         first = Process(run, buffer_address, proxy)
         before = await first.until_step(7)
@@ -104,15 +107,15 @@ async def test_killed_at_any_step_it_goes_on_by_itself_and_stops_when_asked(
 
         third = Process(run, buffer_address, proxy)
         assert await third.exits() == [0]
-        assert [line["step"] for line in run.metrics("step")] == list(range(40))
-        assert (await run.status()).next_commit_step == 40
+        assert [line["step"] for line in run.metrics("step")] == list(range(STEPS))
+        assert (await run.status()).next_commit_step == STEPS
 
 
 async def test_a_second_trainer_takes_the_run_over_at_once_and_the_first_one_ends(
     buffer_address: str, model_path: Path, tmp_path: Path
 ) -> None:
     async with farm(buffer_address, model_path, tmp_path, validation_episodes=0) as run:
-        run = run.with_run(steps=200)
+        run = run.with_run(steps=STEPS)
         first = Process(run, buffer_address, run.proxy_address)
         await first.until_step(3)
 
@@ -120,15 +123,15 @@ async def test_a_second_trainer_takes_the_run_over_at_once_and_the_first_one_end
 
         assert await first.exits() == [EXIT_BAD_CONFIG]
         assert await second.exits() == [0]
-        assert [line["step"] for line in run.metrics("step")] == list(range(200))
-        assert (await run.status()).next_commit_step == 200
+        assert [line["step"] for line in run.metrics("step")] == list(range(STEPS))
+        assert (await run.status()).next_commit_step == STEPS
 
 
 async def test_two_ranks_go_down_together_and_go_on_together(
     buffer_address: str, model_path: Path, tmp_path: Path
 ) -> None:
     async with farm(buffer_address, model_path, tmp_path, validation_episodes=0) as run:
-        run = run.with_run(steps=40)
+        run = run.with_run(steps=STEPS)
         proxy = run.proxy_address
         first = Process(run, buffer_address, proxy, ranks=2)
         await first.until_step(5)
@@ -138,5 +141,5 @@ async def test_two_ranks_go_down_together_and_go_on_together(
 
         second = Process(run, buffer_address, proxy, ranks=2)
         assert await second.exits() == [0, 0]
-        assert [line["step"] for line in run.metrics("step")] == list(range(40))
-        assert (await run.status()).next_commit_step == 40
+        assert [line["step"] for line in run.metrics("step")] == list(range(STEPS))
+        assert (await run.status()).next_commit_step == STEPS
