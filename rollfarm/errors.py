@@ -57,6 +57,13 @@ class InvalidTrajectory(FarmError):
     remedy = "Fail the episode with its cause instead of completing it."
 
 
+class TrajectoryTooLarge(InvalidTrajectory):
+    """A finished episode is larger than sample_buffer takes. Raised by sample_buffer; env_manager fails the episode."""
+
+    reason = "TRAJECTORY_TOO_LARGE"
+    remedy = "Shorten the episodes (fewer turns, smaller max_tokens), or raise sample_buffer.max_trajectory_bytes."
+
+
 class UnknownRun(FarmError):
     """No run of this name is configured.
 

@@ -142,6 +142,7 @@ class RunSpec(_message.Message):
     BATCH_GROUPS_FIELD_NUMBER: _builtins.int
     GROUP_SIZE_FIELD_NUMBER: _builtins.int
     REDUNDANT_MEMBERS_FIELD_NUMBER: _builtins.int
+    REDUNDANT_GROUPS_FIELD_NUMBER: _builtins.int
     STEP_COUNT_FIELD_NUMBER: _builtins.int
     DOMAINS_FIELD_NUMBER: _builtins.int
     FILTERS_FIELD_NUMBER: _builtins.int
@@ -161,6 +162,8 @@ class RunSpec(_message.Message):
     """Members of a group."""
     redundant_members: _builtins.int
     """Extra members leased for each group; the first group_size win."""
+    redundant_groups: _builtins.int
+    """Extra groups admitted beside each batch; the first batch_groups that are complete win."""
     step_count: _builtins.int
     """Steps after which the run is over and nothing more is leased; 0 is without end."""
     max_attempts: _builtins.int
@@ -194,6 +197,7 @@ class RunSpec(_message.Message):
         batch_groups: _builtins.int = ...,
         group_size: _builtins.int = ...,
         redundant_members: _builtins.int = ...,
+        redundant_groups: _builtins.int = ...,
         step_count: _builtins.int = ...,
         domains: _abc.Iterable[Global___Domain] | None = ...,
         filters: _abc.Iterable[Global___Filter] | None = ...,
@@ -204,7 +208,7 @@ class RunSpec(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lease_duration", b"lease_duration", "sampling", b"sampling", "validation_sampling", b"validation_sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alpha", b"alpha", "batch_groups", b"batch_groups", "domains", b"domains", "filters", b"filters", "group_size", b"group_size", "lease_duration", b"lease_duration", "max_attempts", b"max_attempts", "redundant_members", b"redundant_members", "run_id", b"run_id", "sampling", b"sampling", "seed", b"seed", "step_count", b"step_count", "validation_sampling", b"validation_sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alpha", b"alpha", "batch_groups", b"batch_groups", "domains", b"domains", "filters", b"filters", "group_size", b"group_size", "lease_duration", b"lease_duration", "max_attempts", b"max_attempts", "redundant_groups", b"redundant_groups", "redundant_members", b"redundant_members", "run_id", b"run_id", "sampling", b"sampling", "seed", b"seed", "step_count", b"step_count", "validation_sampling", b"validation_sampling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -643,6 +647,86 @@ class CompleteEpisodeResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CompleteEpisodeResponse: _TypeAlias = CompleteEpisodeResponse  # noqa: Y015
+
+@_typing.final
+class CompleteEpisodesRequest(_message.Message):
+    """Hands in finished episodes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COMPLETIONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def completions(self) -> _containers.RepeatedCompositeFieldContainer[Global___CompleteEpisodeRequest]:
+        """At least one."""
+
+    def __init__(
+        self,
+        *,
+        completions: _abc.Iterable[Global___CompleteEpisodeRequest] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["completions", b"completions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CompleteEpisodesRequest: _TypeAlias = CompleteEpisodesRequest  # noqa: Y015
+
+@_typing.final
+class CompleteEpisodesResponse(_message.Message):
+    """What became of the trajectories."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESULTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___CompletionResult]:
+        """One for each completion, in order."""
+
+    def __init__(
+        self,
+        *,
+        results: _abc.Iterable[Global___CompletionResult] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["results", b"results"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CompleteEpisodesResponse: _TypeAlias = CompleteEpisodesResponse  # noqa: Y015
+
+@_typing.final
+class CompletionResult(_message.Message):
+    """What became of one of many."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COMPLETED_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def completed(self) -> Global___CompleteEpisodeResponse:
+        """It was taken."""
+
+    @_builtins.property
+    def failure(self) -> _trajectory_pb2.Failure:
+        """It was refused."""
+
+    def __init__(
+        self,
+        *,
+        completed: Global___CompleteEpisodeResponse | None = ...,
+        failure: _trajectory_pb2.Failure | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["completed", b"completed", "failure", b"failure", "result", b"result"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["completed", b"completed", "failure", b"failure", "result", b"result"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["completed", "failure"]  # noqa: Y015
+    _WhichOneofArgType_result: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_result) -> _WhichOneofReturnType_result | None: ...
+
+Global___CompletionResult: _TypeAlias = CompletionResult  # noqa: Y015
 
 @_typing.final
 class FailEpisodeRequest(_message.Message):
@@ -1197,6 +1281,7 @@ class GetStatusResponse(_message.Message):
     COMMITTED_TRAJECTORY_COUNT_FIELD_NUMBER: _builtins.int
     POLICY_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     LAST_FAILURE_FIELD_NUMBER: _builtins.int
+    LENGTH_QUARTILES_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     """The newest published version."""
     next_commit_step: _builtins.int
@@ -1247,6 +1332,12 @@ class GetStatusResponse(_message.Message):
     def oldest_lease_age(self) -> _duration_pb2.Duration:
         """Age of the oldest lease still out; unset when none is."""
 
+    @_builtins.property
+    def length_quartiles(self) -> _containers.RepeatedCompositeFieldContainer[Global___LengthQuartile]:
+        """Finished episodes since the run began by length, shortest first: four quarters, or none before the first episode.
+        Speed that is bought by dropping long episodes is a bias, and shows here.
+        """
+
     def __init__(
         self,
         *,
@@ -1268,16 +1359,69 @@ class GetStatusResponse(_message.Message):
         committed_trajectory_count: _builtins.int = ...,
         policy_token_count: _builtins.int = ...,
         last_failure: _builtins.str = ...,
+        length_quartiles: _abc.Iterable[Global___LengthQuartile] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_last_batch_mean_reward", b"_last_batch_mean_reward", "last_batch_mean_reward", b"last_batch_mean_reward", "oldest_lease_age", b"oldest_lease_age", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_last_batch_mean_reward", b"_last_batch_mean_reward", "committed_trajectory_count", b"committed_trajectory_count", "credit_count", b"credit_count", "credits_in_use_count", b"credits_in_use_count", "dropped_group_counts", b"dropped_group_counts", "episode_counts", b"episode_counts", "group_counts", b"group_counts", "last_batch_mean_reward", b"last_batch_mean_reward", "last_failure", b"last_failure", "max_staleness", b"max_staleness", "next_batch_step", b"next_batch_step", "next_commit_step", b"next_commit_step", "next_group_index", b"next_group_index", "oldest_lease_age", b"oldest_lease_age", "outcome_counts", b"outcome_counts", "policy_token_count", b"policy_token_count", "policy_version", b"policy_version", "spec", b"spec", "staleness_counts", b"staleness_counts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_last_batch_mean_reward", b"_last_batch_mean_reward", "committed_trajectory_count", b"committed_trajectory_count", "credit_count", b"credit_count", "credits_in_use_count", b"credits_in_use_count", "dropped_group_counts", b"dropped_group_counts", "episode_counts", b"episode_counts", "group_counts", b"group_counts", "last_batch_mean_reward", b"last_batch_mean_reward", "last_failure", b"last_failure", "length_quartiles", b"length_quartiles", "max_staleness", b"max_staleness", "next_batch_step", b"next_batch_step", "next_commit_step", b"next_commit_step", "next_group_index", b"next_group_index", "oldest_lease_age", b"oldest_lease_age", "outcome_counts", b"outcome_counts", "policy_token_count", b"policy_token_count", "policy_version", b"policy_version", "spec", b"spec", "staleness_counts", b"staleness_counts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__last_batch_mean_reward: _TypeAlias = _typing.Literal["last_batch_mean_reward"]  # noqa: Y015
     _WhichOneofArgType__last_batch_mean_reward: _TypeAlias = _typing.Literal["_last_batch_mean_reward", b"_last_batch_mean_reward"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__last_batch_mean_reward) -> _WhichOneofReturnType__last_batch_mean_reward | None: ...
 
 Global___GetStatusResponse: _TypeAlias = GetStatusResponse  # noqa: Y015
+
+@_typing.final
+class LengthQuartile(_message.Message):
+    """A quarter of the finished episodes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class DroppedCountsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    MAX_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    EPISODE_COUNT_FIELD_NUMBER: _builtins.int
+    DROPPED_COUNTS_FIELD_NUMBER: _builtins.int
+    max_token_count: _builtins.int
+    """The longest of them has about this many policy tokens."""
+    episode_count: _builtins.int
+    """Episodes in it, dropped ones included."""
+    @_builtins.property
+    def dropped_counts(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Those that were lost with their group, by reason."""
+
+    def __init__(
+        self,
+        *,
+        max_token_count: _builtins.int = ...,
+        episode_count: _builtins.int = ...,
+        dropped_counts: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dropped_counts", b"dropped_counts", "episode_count", b"episode_count", "max_token_count", b"max_token_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LengthQuartile: _TypeAlias = LengthQuartile  # noqa: Y015
 
 @_typing.final
 class ListTrajectoriesRequest(_message.Message):
@@ -1417,6 +1561,7 @@ class Transition(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
+    ENGINE_IDS_FIELD_NUMBER: _builtins.int
     event: _builtins.str
     """Past participle: "admitted", "leased", "expired", "failed", "completed", "ready", "taken", "published",
     "committed", "dropped".
@@ -1437,6 +1582,10 @@ class Transition(_message.Message):
     def create_time(self) -> _timestamp_pb2.Timestamp:
         """When."""
 
+    @_builtins.property
+    def engine_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The engines that generated the episode, in order of their first turn; on "completed"."""
+
     def __init__(
         self,
         *,
@@ -1448,10 +1597,11 @@ class Transition(_message.Message):
         step: _builtins.int | None = ...,
         policy_version: _builtins.int = ...,
         detail: _builtins.str = ...,
+        engine_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "create_time", b"create_time", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "batch_id", b"batch_id", "create_time", b"create_time", "detail", b"detail", "event", b"event", "lease_id", b"lease_id", "policy_version", b"policy_version", "step", b"step", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "batch_id", b"batch_id", "create_time", b"create_time", "detail", b"detail", "engine_ids", b"engine_ids", "event", b"event", "lease_id", b"lease_id", "policy_version", b"policy_version", "step", b"step", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__step: _TypeAlias = _typing.Literal["step"]  # noqa: Y015
     _WhichOneofArgType__step: _TypeAlias = _typing.Literal["_step", b"_step"]  # noqa: Y015

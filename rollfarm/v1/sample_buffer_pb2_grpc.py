@@ -58,6 +58,11 @@ class SampleBufferServiceStub(object):
                 request_serializer=rollfarm_dot_v1_dot_sample__buffer__pb2.CompleteEpisodeRequest.SerializeToString,
                 response_deserializer=rollfarm_dot_v1_dot_sample__buffer__pb2.CompleteEpisodeResponse.FromString,
                 _registered_method=True)
+        self.CompleteEpisodes = channel.unary_unary(
+                '/rollfarm.v1.SampleBufferService/CompleteEpisodes',
+                request_serializer=rollfarm_dot_v1_dot_sample__buffer__pb2.CompleteEpisodesRequest.SerializeToString,
+                response_deserializer=rollfarm_dot_v1_dot_sample__buffer__pb2.CompleteEpisodesResponse.FromString,
+                _registered_method=True)
         self.FailEpisode = channel.unary_unary(
                 '/rollfarm.v1.SampleBufferService/FailEpisode',
                 request_serializer=rollfarm_dot_v1_dot_sample__buffer__pb2.FailEpisodeRequest.SerializeToString,
@@ -144,7 +149,16 @@ class SampleBufferServiceServicer(object):
         """Called by env_manager: hands in a finished, scored episode (OUTCOME_OK or OUTCOME_TRUNCATED).
 
         Errors: FAILED_PRECONDITION/LEASE_EXPIRED (drop the result), INVALID_ARGUMENT/INVALID_TRAJECTORY (a NaN reward,
-        arrays of unequal length: the lease stays; fail it with FailEpisode).
+        arrays of unequal length: the lease stays; fail it with FailEpisode), INVALID_ARGUMENT/TRAJECTORY_TOO_LARGE (the
+        same).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CompleteEpisodes(self, request, context):
+        """The same for many, durable together: one call for whatever finished while the last one was under way. Each episode
+        is taken or refused by itself.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -163,7 +177,8 @@ class SampleBufferServiceServicer(object):
         """Called by the trainer: takes the batch of one step, ready groups oldest first, freshness checked at the take.
 
         Idempotent by step: a step that was leased before and is not committed is delivered again, byte for byte.
-        Streams the batch in messages of at most 4 MiB; the last one says so. Long poll: an empty stream just before
+        Streams the batch in messages of at most 4 MiB (one trajectory may be larger); the last one says so. A group may go
+        on in the next message: a part with the group_id of the one before holds its further trajectories. Long poll: an empty stream just before
         the deadline means "not yet".
         Errors: FAILED_PRECONDITION/STEP_OUT_OF_ORDER (neither delivered before nor next; metadata names the next one),
         FAILED_PRECONDITION/TRAINER_REPLACED (end).
@@ -259,6 +274,11 @@ def add_SampleBufferServiceServicer_to_server(servicer, server):
                     servicer.CompleteEpisode,
                     request_deserializer=rollfarm_dot_v1_dot_sample__buffer__pb2.CompleteEpisodeRequest.FromString,
                     response_serializer=rollfarm_dot_v1_dot_sample__buffer__pb2.CompleteEpisodeResponse.SerializeToString,
+            ),
+            'CompleteEpisodes': grpc.unary_unary_rpc_method_handler(
+                    servicer.CompleteEpisodes,
+                    request_deserializer=rollfarm_dot_v1_dot_sample__buffer__pb2.CompleteEpisodesRequest.FromString,
+                    response_serializer=rollfarm_dot_v1_dot_sample__buffer__pb2.CompleteEpisodesResponse.SerializeToString,
             ),
             'FailEpisode': grpc.unary_unary_rpc_method_handler(
                     servicer.FailEpisode,
@@ -418,6 +438,33 @@ class SampleBufferService(object):
             '/rollfarm.v1.SampleBufferService/CompleteEpisode',
             rollfarm_dot_v1_dot_sample__buffer__pb2.CompleteEpisodeRequest.SerializeToString,
             rollfarm_dot_v1_dot_sample__buffer__pb2.CompleteEpisodeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CompleteEpisodes(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollfarm.v1.SampleBufferService/CompleteEpisodes',
+            rollfarm_dot_v1_dot_sample__buffer__pb2.CompleteEpisodesRequest.SerializeToString,
+            rollfarm_dot_v1_dot_sample__buffer__pb2.CompleteEpisodesResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -56,7 +56,12 @@ class SampleBufferServiceStub:
     """Called by env_manager: hands in a finished, scored episode (OUTCOME_OK or OUTCOME_TRUNCATED).
 
     Errors: FAILED_PRECONDITION/LEASE_EXPIRED (drop the result), INVALID_ARGUMENT/INVALID_TRAJECTORY (a NaN reward,
-    arrays of unequal length: the lease stays; fail it with FailEpisode).
+    arrays of unequal length: the lease stays; fail it with FailEpisode), INVALID_ARGUMENT/TRAJECTORY_TOO_LARGE (the
+    same).
+    """
+    CompleteEpisodes: _grpc.UnaryUnaryMultiCallable[_sample_buffer_pb2.CompleteEpisodesRequest, _sample_buffer_pb2.CompleteEpisodesResponse]
+    """The same for many, durable together: one call for whatever finished while the last one was under way. Each episode
+    is taken or refused by itself.
     """
     FailEpisode: _grpc.UnaryUnaryMultiCallable[_sample_buffer_pb2.FailEpisodeRequest, _sample_buffer_pb2.FailEpisodeResponse]
     """Called by env_manager: gives an episode back with the reason. It is leased again, a bounded number of times.
@@ -67,7 +72,8 @@ class SampleBufferServiceStub:
     """Called by the trainer: takes the batch of one step, ready groups oldest first, freshness checked at the take.
 
     Idempotent by step: a step that was leased before and is not committed is delivered again, byte for byte.
-    Streams the batch in messages of at most 4 MiB; the last one says so. Long poll: an empty stream just before
+    Streams the batch in messages of at most 4 MiB (one trajectory may be larger); the last one says so. A group may go
+    on in the next message: a part with the group_id of the one before holds its further trajectories. Long poll: an empty stream just before
     the deadline means "not yet".
     Errors: FAILED_PRECONDITION/STEP_OUT_OF_ORDER (neither delivered before nor next; metadata names the next one),
     FAILED_PRECONDITION/TRAINER_REPLACED (end).
@@ -137,7 +143,12 @@ class SampleBufferServiceAsyncStub(SampleBufferServiceStub):
     """Called by env_manager: hands in a finished, scored episode (OUTCOME_OK or OUTCOME_TRUNCATED).
 
     Errors: FAILED_PRECONDITION/LEASE_EXPIRED (drop the result), INVALID_ARGUMENT/INVALID_TRAJECTORY (a NaN reward,
-    arrays of unequal length: the lease stays; fail it with FailEpisode).
+    arrays of unequal length: the lease stays; fail it with FailEpisode), INVALID_ARGUMENT/TRAJECTORY_TOO_LARGE (the
+    same).
+    """
+    CompleteEpisodes: _aio.UnaryUnaryMultiCallable[_sample_buffer_pb2.CompleteEpisodesRequest, _sample_buffer_pb2.CompleteEpisodesResponse]  # type: ignore[assignment]
+    """The same for many, durable together: one call for whatever finished while the last one was under way. Each episode
+    is taken or refused by itself.
     """
     FailEpisode: _aio.UnaryUnaryMultiCallable[_sample_buffer_pb2.FailEpisodeRequest, _sample_buffer_pb2.FailEpisodeResponse]  # type: ignore[assignment]
     """Called by env_manager: gives an episode back with the reason. It is leased again, a bounded number of times.
@@ -148,7 +159,8 @@ class SampleBufferServiceAsyncStub(SampleBufferServiceStub):
     """Called by the trainer: takes the batch of one step, ready groups oldest first, freshness checked at the take.
 
     Idempotent by step: a step that was leased before and is not committed is delivered again, byte for byte.
-    Streams the batch in messages of at most 4 MiB; the last one says so. Long poll: an empty stream just before
+    Streams the batch in messages of at most 4 MiB (one trajectory may be larger); the last one says so. A group may go
+    on in the next message: a part with the group_id of the one before holds its further trajectories. Long poll: an empty stream just before
     the deadline means "not yet".
     Errors: FAILED_PRECONDITION/STEP_OUT_OF_ORDER (neither delivered before nor next; metadata names the next one),
     FAILED_PRECONDITION/TRAINER_REPLACED (end).
@@ -239,7 +251,18 @@ class SampleBufferServiceServicer(metaclass=_abc_1.ABCMeta):
         """Called by env_manager: hands in a finished, scored episode (OUTCOME_OK or OUTCOME_TRUNCATED).
 
         Errors: FAILED_PRECONDITION/LEASE_EXPIRED (drop the result), INVALID_ARGUMENT/INVALID_TRAJECTORY (a NaN reward,
-        arrays of unequal length: the lease stays; fail it with FailEpisode).
+        arrays of unequal length: the lease stays; fail it with FailEpisode), INVALID_ARGUMENT/TRAJECTORY_TOO_LARGE (the
+        same).
+        """
+
+    @_abc_1.abstractmethod
+    def CompleteEpisodes(
+        self,
+        request: _sample_buffer_pb2.CompleteEpisodesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_sample_buffer_pb2.CompleteEpisodesResponse, _abc.Awaitable[_sample_buffer_pb2.CompleteEpisodesResponse]]:
+        """The same for many, durable together: one call for whatever finished while the last one was under way. Each episode
+        is taken or refused by itself.
         """
 
     @_abc_1.abstractmethod
@@ -262,7 +285,8 @@ class SampleBufferServiceServicer(metaclass=_abc_1.ABCMeta):
         """Called by the trainer: takes the batch of one step, ready groups oldest first, freshness checked at the take.
 
         Idempotent by step: a step that was leased before and is not committed is delivered again, byte for byte.
-        Streams the batch in messages of at most 4 MiB; the last one says so. Long poll: an empty stream just before
+        Streams the batch in messages of at most 4 MiB (one trajectory may be larger); the last one says so. A group may go
+        on in the next message: a part with the group_id of the one before holds its further trajectories. Long poll: an empty stream just before
         the deadline means "not yet".
         Errors: FAILED_PRECONDITION/STEP_OUT_OF_ORDER (neither delivered before nor next; metadata names the next one),
         FAILED_PRECONDITION/TRAINER_REPLACED (end).
