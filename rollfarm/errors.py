@@ -57,9 +57,10 @@ class InvalidTrajectory(FarmError):
     remedy = "Fail the episode with its cause instead of completing it."
 
 
-class TrajectoryTooLarge(InvalidTrajectory):
+class TrajectoryTooLarge(FarmError):
     """A finished episode is larger than sample_buffer takes. Raised by sample_buffer; env_manager fails the episode."""
 
+    code = code_pb2.INVALID_ARGUMENT
     reason = "TRAJECTORY_TOO_LARGE"
     remedy = "Shorten the episodes (fewer turns, smaller max_tokens), or raise sample_buffer.max_trajectory_bytes."
 
