@@ -91,8 +91,9 @@ class RunConfig(Config):
     """Training steps. 0 is without end."""
 
     alpha: float = Field(default=1.0, ge=0)
-    """Batches of work that may run ahead of the trainer, fractions allowed. 0 is exactly synchronous; 2 is where gains
-    end. A sample lags at most ceil(alpha) versions when it is trained on."""
+    """How many batches of work may run ahead of the trainer. At most floor((1 + alpha) * batch_groups) groups are
+    outstanding, and a group lags at most ceil(alpha) versions at the take. 0 is exactly synchronous; gains end at about
+    2."""
 
     batch_groups: int = Field(default=8, ge=1)
     """Groups in the batch of a step."""
@@ -103,6 +104,11 @@ class RunConfig(Config):
     redundant_members: int = Field(default=0, ge=0)
     """Extra episodes of each group; the first group_size win and the others are cancelled. 0 wastes nothing, and waits
     for the slowest."""
+
+    redundant_groups: int = Field(default=0, ge=0)
+    """Extra groups that are played beside those that alpha allows; the first batch_groups that are complete win. With
+    alpha 0 the others are dropped at the take, with more they go on while fresh. 0 wastes nothing, and waits for the
+    slowest."""
 
     domains: list[DomainConfig] = Field(default=[], validate_default=False)
     """Where tasks come from; at least one."""
@@ -156,6 +162,7 @@ class RunConfig(Config):
             batch_groups=self.batch_groups,
             group_size=self.group_size,
             redundant_members=self.redundant_members,
+            redundant_groups=self.redundant_groups,
             step_count=self.steps,
             domains=[domain.to_proto() for domain in self.domains],
             filters=[sample_buffer_pb2.Filter(name=f.name, settings=f.settings) for f in self.filters],

@@ -20,7 +20,14 @@ GIVEN_BACK = (
     trajectory_pb2.OUTCOME_CANCELLED,
 )
 
-LEAST = {"batch_groups": 1, "group_size": 1, "redundant_members": 0, "step_count": 0, "max_attempts": 1}
+LEAST = {
+    "batch_groups": 1,
+    "group_size": 1,
+    "redundant_members": 0,
+    "redundant_groups": 0,
+    "step_count": 0,
+    "max_attempts": 1,
+}
 """The smallest value of each count in a spec."""
 
 

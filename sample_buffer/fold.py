@@ -9,6 +9,7 @@ import heapq
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from statistics import fmean
 from typing import Any, cast
 
@@ -54,6 +55,17 @@ class Pending:
         return heapq.heappop(heap) if heap else None
 
 
+def ahead(alpha: float, batch_groups: int) -> tuple[int, int]:
+    """What alpha means: the most groups that are outstanding, and the most versions that one lags at the take.
+
+    Alpha is how many batches of work may run ahead of the trainer. At most floor((1 + alpha) * batch_groups) groups are
+    outstanding, and a group lags at most ceil(alpha) versions at the take: versions are integers, and where a fraction
+    of a batch runs ahead, that fraction was begun one version early. 0 is exactly synchronous.
+    """
+    exact = Fraction(repr(alpha))  # as it was written: 1.13 * 100 is less than 113 in binary
+    return math.floor((1 + exact) * batch_groups), math.ceil(exact)
+
+
 class Fold:
     """The state of one run and its indexes."""
 
@@ -85,8 +97,7 @@ class Fold:
         self.state.spec = spec
         self.spec = sample_buffer_pb2.RunSpec.FromString(base64.b64decode(spec))
         self.lease_seconds = self.spec.lease_duration.ToNanoseconds() / 1e9
-        self.capacity = math.floor((1 + self.spec.alpha) * self.spec.batch_groups)
-        self.bound = math.ceil(self.spec.alpha)
+        self.capacity, self.bound = ahead(self.spec.alpha, self.spec.batch_groups)
         self._shares = tasks.shares([domain.weight for domain in self.spec.domains])
         self._environments = [domain.environment for domain in self.spec.domains]
 

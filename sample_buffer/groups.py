@@ -1,8 +1,9 @@
 """The ledger of one run: decides, and says every decision as an event.
 
 A command checks its request against the state, raises a FarmError or emits events, and changes nothing otherwise. Time
-arrives as an argument. Invariants: credits in use never exceed the capacity; a lease is of a member that is still
-wanted; nothing older than the freshness bound is taken; a trajectory is taken at most once.
+arrives as an argument. Invariants: taken groups never use more credits than there are, and everything outstanding at
+most `redundant_groups` more; a lease is of a member that is still wanted; nothing older than the freshness bound is
+taken; a trajectory is taken at most once.
 """
 
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from rollfarm.errors import (
 from rollfarm.v1 import sample_buffer_pb2, trajectory_pb2
 from sample_buffer import checks, events, filters
 from sample_buffer.fold import ACCEPTED, Fold, Key
-from sample_buffer.state import FAILED, STALE, Batch, Group, Lease, Limits, Member, RunState, Validation
+from sample_buffer.state import FAILED, REDUNDANT, STALE, Batch, Group, Lease, Limits, Member, RunState, Validation
 
 SURPLUS = sample_buffer_pb2.DISPOSITION_SURPLUS
 TOO_OLD = sample_buffer_pb2.DISPOSITION_STALE
@@ -68,7 +69,7 @@ class Groups:
                 picks.append((names[key[0]], key[1], 0))
             elif key := self.fold.pending.pop(environments, self._is_wanted):
                 picks.append(("", *key))
-            elif self.credits_in_use < self.capacity:
+            elif self._admissible > 0:
                 self._emit(events.Admitted(now, self.state.run_id, self.state.next_group))
             else:
                 break
@@ -80,16 +81,35 @@ class Groups:
 
     @property
     def capacity(self) -> int:
-        """Groups that may be outstanding: (1 + alpha) batches, and no more than the remaining steps need."""
-        if not self.spec.step_count:
-            return self.fold.capacity
-        needed = max(0, self.spec.step_count - self.state.next_batch_step) * self.spec.batch_groups
-        return min(self.fold.capacity, sum(self.state.charged.values()) + needed)
+        """Groups that may be outstanding: those that are, and those that may be admitted now."""
+        return self.credits_in_use + self._admissible
 
     @property
     def credits_in_use(self) -> int:
         """Groups that are open, ready, or taken for a step that no published version was trained on."""
-        return len(self.fold.open) + len(self.fold.ready) + sum(self.state.charged.values())
+        return self._waiting + self._charged
+
+    @property
+    def _admissible(self) -> int:
+        """Redundant groups need a free credit to compete for: while none is free, nothing is admitted."""
+        room = self._free + self.spec.redundant_groups if self._free else 0
+        return max(0, room - self._waiting)
+
+    @property
+    def _free(self) -> int:
+        """Credits that no taken group uses, and no more than the remaining steps need."""
+        free = max(0, self.fold.capacity - self._charged)
+        if not self.spec.step_count:
+            return free
+        return min(free, max(0, self.spec.step_count - self.state.next_batch_step) * self.spec.batch_groups)
+
+    @property
+    def _charged(self) -> int:
+        return sum(self.state.charged.values())
+
+    @property
+    def _waiting(self) -> int:
+        return len(self.fold.open) + len(self.fold.ready)
 
     def heartbeat(self, worker_id: str, lease_ids: Sequence[str], now: float) -> list[sample_buffer_pb2.CancelledLease]:
         """Extends the worker's leases. Answers those that it should stop playing."""
@@ -229,7 +249,10 @@ class Groups:
     # Batches and the clock.
 
     def take(self, step: int, now: float) -> tuple[Batch, bool] | None:
-        """The batch of a step and whether it was delivered before; None while too few groups are ready."""
+        """The batch of a step and whether it was delivered before.
+
+        None while too few groups are ready or too few credits are free: redundant groups let nobody run further ahead.
+        """
         state = self.state
         if step in state.batches:
             return state.batches[step], True
@@ -245,11 +268,14 @@ class Groups:
             )
         for group in [group for group in self.fold.ready.values() if self._is_stale(group.oldest_version())]:
             self._drop(group, STALE, "at the take", now)
-        if len(self.fold.ready) < self.spec.batch_groups:
+        if min(len(self.fold.ready), self._free) < self.spec.batch_groups:
             return None
         oldest_first = sorted((group.oldest_version(), group.index) for group in self.fold.ready.values())
         indexes = [index for _, index in oldest_first[: self.spec.batch_groups]]
         self._emit(events.Taken(now, state.run_id, step, indexes))
+        if self.fold.bound == 0 or step + 1 == self.spec.step_count:
+            for group in [*self.fold.open.values(), *self.fold.ready.values()]:
+                self._drop(group, REDUNDANT, "left over at the take", now)
         return state.batches[step], False
 
     def commit(self, request_id: str, step: int, batch_id: str, now: float) -> int:

@@ -16,6 +16,7 @@ Ending = Literal["completed", "failed", "expired", "surplus", "stale"]
 
 STALE = "stale"
 FAILED = "failed"
+REDUNDANT = "redundant"
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,6 +87,7 @@ BREAK_SPEC: dict[str, tuple[Callable[[pb.RunSpec], object], str]] = {
     "no groups": (lambda s: setattr(s, "batch_groups", 0), "batch_groups is 0"),
     "no members": (lambda s: setattr(s, "group_size", 0), "group_size is 0"),
     "negative redundancy": (lambda s: setattr(s, "redundant_members", -1), "redundant_members is -1"),
+    "negative redundant groups": (lambda s: setattr(s, "redundant_groups", -1), "redundant_groups is -1"),
     "negative steps": (lambda s: setattr(s, "step_count", -1), "step_count is -1"),
     "no attempt": (lambda s: setattr(s, "max_attempts", 0), "max_attempts is 0"),
     "negative alpha": (lambda s: setattr(s, "alpha", -0.1), "alpha is -0.1"),

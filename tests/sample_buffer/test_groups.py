@@ -14,6 +14,7 @@ from rollfarm.run import FilterConfig
 from rollfarm.v1 import sample_buffer_pb2 as pb
 from rollfarm.v1 import trajectory_pb2 as tp
 from sample_buffer import views
+from sample_buffer.fold import ahead
 from sample_buffer.groups import Groups
 from sample_buffer.state import Lease
 from tests.sample_buffer.support import complete, fill, lease, make_groups, make_spec, play, publish, request_id
@@ -45,6 +46,16 @@ def test_no_more_groups_are_admitted_than_there_are_credits(alpha: float, groups
     assert len(leases) == 2 * groups_out
     assert (groups.credits_in_use, groups.capacity) == (groups_out, groups_out)
     assert lease(groups) == []
+
+
+@pytest.mark.parametrize(
+    ("alpha", "batch_groups", "bounds"),
+    [(0.0, 8, (8, 0)), (0.5, 3, (4, 1)), (1.0, 8, (16, 1)), (1.01, 8, (16, 2)), (0.13, 100, (113, 1))],
+)
+def test_alpha_bounds_what_is_outstanding_and_how_far_it_lags(
+    alpha: float, batch_groups: int, bounds: tuple[int, int]
+) -> None:
+    assert ahead(alpha, batch_groups) == bounds
 
 
 def test_a_credit_is_free_only_when_a_version_trained_on_its_step_is_published() -> None:
