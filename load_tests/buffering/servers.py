@@ -1,0 +1,129 @@
+"""The processes under load: a Valkey whose data lies on a disk, and a sample_buffer with its journal in it."""
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import psutil
+from redis import Redis
+
+from rollfarm import rpc
+from rollfarm.config import ConfigError
+from rollfarm.valkey import valkey_answers, valkey_command
+
+ROOT = Path(__file__).parents[2]
+
+START_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class Valkey:
+    """A Valkey that answers."""
+
+    url: str
+    pid: int
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A sample_buffer that serves."""
+
+    address: str
+    pid: int
+    log: Path
+    start_seconds: float
+    """From the start of the process until it served."""
+
+    def logged(self, event: str) -> dict[str, object]:
+        """The newest line of its log that says `event`."""
+        lines = [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")]
+        return next(line for line in reversed(lines) if line["event"] == event)
+
+    @property
+    def rss_mb(self) -> float:
+        return psutil.Process(self.pid).memory_info().rss / 1e6
+
+
+@contextmanager
+def valkey(folder: Path, appendfsync: str) -> Iterator[Valkey]:
+    """The farm's own Valkey until the block ends, with its data in `folder`."""
+    path = folder / "v.sock"
+    command = valkey_command(folder / "data", path)
+    command[command.index("--appendfsync") + 1] = appendfsync
+    with (folder / "valkey.log").open("ab") as log, _child(command, log=log.fileno()) as child:
+        _wait_for(lambda: asyncio.run(valkey_answers(path)), child, "Valkey", folder / "valkey.log")
+        yield Valkey(f"unix://{path}", child.pid)
+
+
+@contextmanager
+def buffer(folder: Path, journal: str, *flags: str) -> Iterator[Buffer]:
+    """`python -m sample_buffer` until the block ends."""
+    address = f"127.0.0.1:{_free_port()}"
+    path = folder / "sample_buffer.log"
+    command = [sys.executable, "-m", "sample_buffer", "--sample_buffer.listen.port", address.rpartition(":")[2]]
+    command += ["--sample_buffer.journal", journal, "--sample_buffer.telemetry.log_format", "json", *flags]
+    began = time.monotonic()
+    with path.open("wb") as log, _child(command, log=log.fileno()) as child:
+        _wait_for(lambda: asyncio.run(rpc.is_serving(address, timeout=0.5)), child, "sample_buffer", path)
+        yield Buffer(address, child.pid, path, time.monotonic() - began)
+
+
+@contextmanager
+def _child(command: list[str], *, log: int) -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log) as child:
+        try:
+            yield child
+        finally:
+            child.kill()
+
+
+def _wait_for(answers: Callable[[], bool], child: subprocess.Popen[bytes], name: str, log: Path) -> None:
+    end = time.monotonic() + START_SECONDS
+    while not answers():
+        if child.poll() is not None or time.monotonic() > end:
+            raise SystemExit(f"{name} does not answer. Its log ({log}) ends with:\n{log.read_text()[-2000:]}")
+        time.sleep(0.02)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def appends(server: Valkey) -> int:
+    """Group commits that the server has made so far."""
+    with Redis.from_url(server.url) as redis:
+        stats = cast(dict[str, dict[str, int]], redis.info("commandstats"))
+    return sum(stats.get(f"cmdstat_{name}", {}).get("calls", 0) for name in ("eval", "evalsha"))
+
+
+def filesystem(folder: Path) -> str:
+    """The type of the file system that a folder lies on. Raises ConfigError where it is memory."""
+    mounts = [part for part in psutil.disk_partitions(all=True) if folder.resolve().is_relative_to(part.mountpoint)]
+    kind = max(mounts, key=lambda part: len(part.mountpoint)).fstype
+    if kind in ("tmpfs", "ramfs"):
+        raise ConfigError(f"{folder} lies in memory, where nothing is durable. Choose --folder on a disk.")
+    return kind
+
+
+def fsync_ms(folder: Path, rounds: int = 50) -> float:
+    """Median time of writing and flushing 64 KiB: what each group commit pays at least."""
+    took: list[float] = []
+    with (folder / "fsync").open("wb") as file:
+        for _ in range(rounds):
+            file.write(b"\0" * 65536)
+            file.flush()
+            began = time.perf_counter()
+            os.fdatasync(file.fileno())
+            took.append(time.perf_counter() - began)
+    return sorted(took)[rounds // 2] * 1000
