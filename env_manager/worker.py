@@ -13,6 +13,7 @@ from typing import Any
 import prometheus_client
 import structlog
 
+from env_manager.completions import Completions
 from env_manager.episodes import EpisodeFailed
 from rollfarm import rpc, telemetry
 from rollfarm.errors import DeadlineExceeded, FarmError, LeaseExpired, is_retryable
@@ -60,6 +61,7 @@ class Worker:
     def __init__(self, stub: Any, play: Play, *, worker_id: str, slots: int, environments: Sequence[str] = ()) -> None:
         """`stub` is a SampleBufferServiceStub on an aio channel. No `environments` asks for any."""
         self._stub = stub
+        self._completions = Completions(stub)
         self._play = play
         self._worker_id = worker_id
         self._environments = environments
@@ -74,6 +76,7 @@ class Worker:
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._heartbeat())
+                group.create_task(self._completions.run())
                 await self._lease(group)
         finally:
             await self._give_back()
@@ -149,7 +152,7 @@ class Worker:
             request_id=str(uuid.uuid4()), lease_id=held.lease.lease_id, trajectory=trajectory
         )
         try:
-            await self._report(self._stub.CompleteEpisode, request, held)
+            await self._report(self._completions.hand_in(request, seconds=2 * held.seconds), held)
         except FarmError as refused:
             log.error("trajectory refused", lease_id=held.lease.lease_id, cause=str(refused))
             await self._fail(held, trajectory_pb2.OUTCOME_ABORTED, str(refused))
@@ -160,12 +163,12 @@ class Worker:
         request = sample_buffer_pb2.FailEpisodeRequest(
             request_id=str(uuid.uuid4()), lease_id=held.lease.lease_id, outcome=outcome, detail=detail
         )
-        await self._report(self._stub.FailEpisode, request, held)
+        await self._report(rpc.call(self._stub.FailEpisode, request, timeout=2 * held.seconds), held)
 
-    async def _report(self, method: Any, request: Any, held: _Held) -> None:
-        """Tell sample_buffer, retrying for as long as it may still remember the lease."""
+    async def _report(self, told: Awaitable[Any], held: _Held) -> None:
+        """Tell sample_buffer, for as long as it may still remember the lease."""
         try:
-            await rpc.call(method, request, timeout=2 * held.seconds)
+            await told
         except LeaseExpired as error:
             log.info("lease expired", lease_id=held.lease.lease_id, cause=str(error))
         except FarmError as error:

@@ -76,7 +76,7 @@ async def main(config: SampleBufferConfig, journal: Journal) -> None:
         await open_ledger(config, ledger)
         prometheus_client.REGISTRY.register(StateCollector(lambda: ledger.runs))
         stop = service.stop_on_signal()
-        buffer = SampleBufferServicer(ledger, stop)
+        buffer = SampleBufferServicer(ledger, stop, max_trajectory_bytes=config.max_trajectory_bytes)
         loops = (ledger.run, ledger.tick, buffer.wake_on_stop)
         await service.serve(buffer.register, config.listen, *loops, services=[SERVICE], stop=stop)
     finally:

@@ -9,10 +9,11 @@ import grpc
 import structlog
 from grpc import aio
 
+from rollfarm.errors import FarmError, is_retryable, to_failure
 from rollfarm.service import poll_seconds
 from rollfarm.v1 import sample_buffer_pb2 as pb
 from rollfarm.v1 import sample_buffer_pb2_grpc
-from sample_buffer import views, wire
+from sample_buffer import checks, views, wire
 from sample_buffer.ledger import Ledger
 from sample_buffer.state import Batch, Lease
 
@@ -27,8 +28,9 @@ Context = aio.ServicerContext[Any, Any]
 class SampleBufferServicer(sample_buffer_pb2_grpc.SampleBufferServiceServicer):
     """The service."""
 
-    def __init__(self, ledger: Ledger, stop: asyncio.Event) -> None:
+    def __init__(self, ledger: Ledger, stop: asyncio.Event, *, max_trajectory_bytes: int) -> None:
         self._ledger = ledger
+        self._max_trajectory_bytes = max_trajectory_bytes
         self._stop = stop
 
     async def wake_on_stop(self) -> None:
@@ -109,15 +111,36 @@ class SampleBufferServicer(sample_buffer_pb2_grpc.SampleBufferServiceServicer):
         return pb.HeartbeatResponse(cancelled=cancelled)
 
     async def CompleteEpisode(self, request: pb.CompleteEpisodeRequest, context: Context) -> pb.CompleteEpisodeResponse:
-        ledger, trajectory = self._ledger, request.trajectory
+        answer = self._complete(request)
+        await self._ledger.durable()
+        return answer
+
+    async def CompleteEpisodes(
+        self, request: pb.CompleteEpisodesRequest, context: Context
+    ) -> pb.CompleteEpisodesResponse:
+        results = [self._result(completion) for completion in request.completions]
+        await self._ledger.durable()
+        return pb.CompleteEpisodesResponse(results=results)
+
+    def _result(self, completion: pb.CompleteEpisodeRequest) -> pb.CompletionResult:
+        try:
+            return pb.CompletionResult(completed=self._complete(completion))
+        except FarmError as error:
+            if is_retryable(error):
+                raise
+            return pb.CompletionResult(failure=to_failure(error))
+
+    def _complete(self, request: pb.CompleteEpisodeRequest) -> pb.CompleteEpisodeResponse:
+        ledger, lease_id = self._ledger, request.lease_id
+        payload = request.trajectory.SerializeToString(deterministic=True)
+        checks.check_size(len(payload), self._max_trajectory_bytes)
         disposition, keep = ledger.execute(
-            lambda runs: runs.of_lease(request.lease_id).complete(
-                request.request_id, request.lease_id, trajectory, ledger.now()
+            lambda runs: runs.of_lease(lease_id).complete(
+                request.request_id, lease_id, request.trajectory, ledger.now()
             )
         )
         if keep:
-            ledger.keep(request.lease_id, trajectory.SerializeToString(deterministic=True))
-        await ledger.durable()
+            ledger.keep(lease_id, payload)
         return pb.CompleteEpisodeResponse(disposition=disposition)
 
     async def FailEpisode(self, request: pb.FailEpisodeRequest, context: Context) -> pb.FailEpisodeResponse:

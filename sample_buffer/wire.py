@@ -18,34 +18,47 @@ class RawGroup:
     """Everything but the trajectories."""
     trajectories: Sequence[bytes]
 
-    def pieces(self) -> list[bytes]:
-        """The serialised group, in pieces to join."""
-        pieces = [self.head.SerializeToString(deterministic=True)]
-        for trajectory in self.trajectories:
-            pieces += (_prefix(_TRAJECTORIES, len(trajectory)), trajectory)
-        return pieces
-
 
 def messages(
     batch: sample_buffer_pb2.Batch, groups: Sequence[RawGroup], most_bytes: int = CHUNK_BYTES
 ) -> Iterator[bytes]:
-    """Serialised LeaseBatchResponses of at most `most_bytes`; a larger group is a message of its own."""
+    """Serialised LeaseBatchResponses of at most `most_bytes`, or of one trajectory where that is larger.
+
+    A group that does not fit goes on in the next message, under the same head.
+    """
     head = sample_buffer_pb2.LeaseBatchResponse(batch=batch).SerializeToString(deterministic=True)
     last = sample_buffer_pb2.LeaseBatchResponse(last=True).SerializeToString()
     room = most_bytes - len(head) - len(last)
     pieces: list[bytes] = []
     size = 0
-    for group in groups:
-        encoded = group.pieces()
-        length = sum(map(len, encoded))
-        encoded.insert(0, _prefix(_GROUPS, length))
-        length += len(encoded[0])
+    for part in _parts(groups, room):
+        length = sum(map(len, part))
         if pieces and size + length > room:
             yield b"".join((head, *pieces))
             pieces, size = [], 0
-        pieces += encoded
+        pieces += part
         size += length
     yield b"".join((head, *pieces, last))
+
+
+def _parts(groups: Sequence[RawGroup], room: int) -> Iterator[list[bytes]]:
+    """Each group as one field, or as several where its trajectories fill more than `room`."""
+    for group in groups:
+        head = group.head.SerializeToString(deterministic=True)
+        part, size = [head], len(head)
+        for trajectory in group.trajectories:
+            prefix = _prefix(_TRAJECTORIES, len(trajectory))
+            length = len(prefix) + len(trajectory)
+            if len(part) > 1 and size + length + _PREFIX_BYTES > room:
+                yield [_prefix(_GROUPS, size), *part]
+                part, size = [head], len(head)
+            part += (prefix, trajectory)
+            size += length
+        yield [_prefix(_GROUPS, size), *part]
+
+
+_PREFIX_BYTES = 6
+"""The most that tag and length take."""
 
 
 def _prefix(field: int, length: int) -> bytes:

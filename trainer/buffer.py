@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,7 +64,7 @@ class BufferClient:
     async def _poll_batch(self, request: sample_buffer_pb2.LeaseBatchRequest) -> LeasedBatch | None:
         groups: list[sample_buffer_pb2.Group] = []
         async for part in rpc.stream(self._stub.LeaseBatch, request, timeout=POLL_SECONDS):
-            groups.extend(part.groups)
+            join(groups, part.groups)
             if part.last:
                 return LeasedBatch(part.batch, groups)
         return None
@@ -98,6 +98,15 @@ class BufferClient:
             answer = await _insist(self._stub.WaitValidation, wait, timeout=POLL_SECONDS)
             if answer.finished:
                 return list(answer.results)
+
+
+def join(groups: list[sample_buffer_pb2.Group], more: Iterable[sample_buffer_pb2.Group]) -> None:
+    """Add the groups of the next message. Its first one may go on with the last one of the message before."""
+    for group in more:
+        if groups and groups[-1].group_id == group.group_id:
+            groups[-1].trajectories.extend(group.trajectories)
+        else:
+            groups.append(group)
 
 
 async def _insist(method: Callable[..., Any], request: Any, *, timeout: float = CALL_SECONDS) -> Any:

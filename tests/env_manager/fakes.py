@@ -15,7 +15,7 @@ from env_manager.config import EnvManagerConfig
 from env_manager.rendering import Renderer
 from env_manager.wiring import open_worker
 from rollfarm import rpc, tokens
-from rollfarm.errors import FarmError, LeaseExpired, to_failure
+from rollfarm.errors import FarmError, LeaseExpired, is_retryable, to_failure
 from rollfarm.service import Changed, ErrorInterceptor, poll_seconds
 from rollfarm.v1 import (
     llm_proxy_pb2,
@@ -144,7 +144,7 @@ class FakeBuffer(sample_buffer_pb2_grpc.SampleBufferServiceServicer):
     failed: dict[str, sample_buffer_pb2.FailEpisodeRequest] = field(default_factory=dict)
     asked: list[sample_buffer_pb2.LeaseEpisodesRequest] = field(default_factory=list)
     refuse: FarmError | None = None
-    """CompleteEpisode raises it."""
+    """CompleteEpisodes answers it."""
 
     refused_count: int = 0
 
@@ -185,14 +185,22 @@ class FakeBuffer(sample_buffer_pb2_grpc.SampleBufferServiceServicer):
         cancelled = [lease for lease in self.to_cancel if lease.lease_id in request.lease_ids]
         return sample_buffer_pb2.HeartbeatResponse(cancelled=cancelled)
 
-    async def CompleteEpisode(self, request: sample_buffer_pb2.CompleteEpisodeRequest, context: Any) -> Any:
-        if self.refuse is not None:
+    async def CompleteEpisodes(self, request: sample_buffer_pb2.CompleteEpisodesRequest, context: Any) -> Any:
+        if self.refuse is not None and is_retryable(self.refuse):
             self.refused_count += 1
             self.changed.notify()
             raise self.refuse
-        self.completed[request.lease_id] = request.trajectory
+        results = [self._complete(completion) for completion in request.completions]
         self.changed.notify()
-        return sample_buffer_pb2.CompleteEpisodeResponse(disposition=sample_buffer_pb2.DISPOSITION_ACCEPTED)
+        return sample_buffer_pb2.CompleteEpisodesResponse(results=results)
+
+    def _complete(self, request: sample_buffer_pb2.CompleteEpisodeRequest) -> sample_buffer_pb2.CompletionResult:
+        if self.refuse is not None:
+            self.refused_count += 1
+            return sample_buffer_pb2.CompletionResult(failure=to_failure(self.refuse))
+        self.completed[request.lease_id] = request.trajectory
+        accepted = sample_buffer_pb2.CompleteEpisodeResponse(disposition=sample_buffer_pb2.DISPOSITION_ACCEPTED)
+        return sample_buffer_pb2.CompletionResult(completed=accepted)
 
     async def FailEpisode(self, request: sample_buffer_pb2.FailEpisodeRequest, context: Any) -> Any:
         if request.lease_id in self.failed or request.lease_id in self.completed:

@@ -13,9 +13,11 @@ from rollfarm.errors import (
     InvalidTrajectory,
     StepOutOfOrder,
     TrainerReplaced,
+    TrajectoryTooLarge,
     UnknownRun,
     UnknownTrajectory,
     UnknownValidation,
+    from_failure,
 )
 from rollfarm.v1 import sample_buffer_pb2 as pb
 from rollfarm.v1 import sample_buffer_pb2_grpc
@@ -73,7 +75,7 @@ async def served() -> AsyncIterator[Served]:
     await ledger.open()
     stop = asyncio.Event()
     port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-    buffer = SampleBufferServicer(ledger, stop)
+    buffer = SampleBufferServicer(ledger, stop, max_trajectory_bytes=20_000)
     loops = (ledger.run, ledger.tick, buffer.wake_on_stop)
     listen = Listen(drain_seconds=30)
     serving = asyncio.create_task(
@@ -235,6 +237,29 @@ async def test_mistakes_come_back_as_their_own_class(served: Served) -> None:
     with pytest.raises(UnknownTrajectory):
         await rpc.call(served.stub.GetLineage, pb.GetLineageRequest(trajectory_id="t"), timeout=5)
     assert refused.value.facts["next_step"] == "0"
+
+
+async def test_of_many_episodes_each_is_taken_or_refused_by_itself(served: Served) -> None:
+    await served.configure()
+    first, second, third, *_ = await lease_all(served.stub)
+    spoilt, large = play(second.episode, reward=float("nan")), play(third.episode, tokens=5000)
+    request = pb.CompleteEpisodesRequest(
+        completions=[
+            pb.CompleteEpisodeRequest(request_id=request_id(), lease_id=lease.lease_id, trajectory=trajectory)
+            for lease, trajectory in ((first, play(first.episode)), (second, spoilt), (third, large))
+        ]
+    )
+
+    taken, nan, too_large = (await rpc.call(served.stub.CompleteEpisodes, request, timeout=5)).results
+    repeated = (await rpc.call(served.stub.CompleteEpisodes, request, timeout=5)).results
+
+    assert taken.completed.disposition == pb.DISPOSITION_ACCEPTED
+    assert isinstance(from_failure(nan.failure), InvalidTrajectory)
+    assert isinstance(error := from_failure(too_large.failure), TrajectoryTooLarge)
+    assert error.facts["most_bytes"] == "20000"
+    assert "max_trajectory_bytes" in str(error)
+    assert list(repeated) == [taken, nan, too_large]
+    assert (await served.status()).episode_counts == {"pending": 0, "leased": 7, "done": 1}
 
 
 async def test_metrics_are_read_from_the_state(served: Served) -> None:
