@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from rollfarm.errors import InvalidArgument, InvalidTrajectory, RunMismatch
+from rollfarm.errors import InvalidArgument, InvalidTrajectory, RunMismatch, TrajectoryTooLarge
 from rollfarm.tokens import token_count, unpack_logprobs
 from rollfarm.v1 import sample_buffer_pb2, trajectory_pb2
 from sample_buffer import filters, tasks
@@ -115,6 +115,16 @@ def check_trajectory(trajectory: trajectory_pb2.Trajectory, lease: Lease, run_id
             newest_version=newest_version,
         )
     _expect("oldest_policy_version", trajectory.oldest_policy_version, min(versions, default=lease.version))
+
+
+def check_size(size_bytes: int, most_bytes: int) -> None:
+    """Raise TrajectoryTooLarge for a serialised trajectory over the limit."""
+    if size_bytes > most_bytes:
+        raise TrajectoryTooLarge(
+            f"The trajectory has {size_bytes} bytes; at most {most_bytes} are taken.",
+            size_bytes=size_bytes,
+            most_bytes=most_bytes,
+        )
 
 
 def _expect(field: str, value: object, expected: object) -> None:

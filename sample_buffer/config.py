@@ -47,6 +47,10 @@ class SampleBufferConfig(Config):
     remembered_requests: int = Field(default=20_000, ge=1)
     """Answers kept for callers that repeat a call. It must outlast their retries: calls a second times seconds."""
 
+    max_trajectory_bytes: int = Field(default=16 * 1024 * 1024, ge=1, le=48 * 1024 * 1024)
+    """A larger trajectory is refused as TRAJECTORY_TOO_LARGE. A token costs 8 bytes, an image its own. One must fit into
+    a message, which ends at 64 MiB."""
+
     @field_validator("journal")
     @classmethod
     def _is_a_journal(cls, journal: str) -> str:
