@@ -69,7 +69,7 @@ class FilterConfig(Config):
     """One filter on complete groups."""
 
     name: str
-    """A filter that sample_buffer knows, such as "zero_variance"."""
+    """zero_variance, difficulty, max_length, all_failed or pools; docs/configure.md says what each drops."""
 
     settings: dict[str, float] = {}
     """Its settings by name."""

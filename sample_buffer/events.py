@@ -87,6 +87,14 @@ class Expired(NamedTuple):
     retried: bool
 
 
+class Pooled(NamedTuple):
+    """A complete group was found to be easy, normal or hard; it is ready or dropped next."""
+
+    at: float
+    run_id: str
+    pool: str
+
+
 class Ready(NamedTuple):
     """A group is complete; its other members are cancelled."""
 
@@ -153,6 +161,7 @@ RunEvent = (
     | Completed
     | Failed
     | Expired
+    | Pooled
     | Ready
     | Dropped
     | Taken

@@ -83,6 +83,7 @@ class Fold:
             events.Completed: self._completed,
             events.Failed: self._failed,
             events.Expired: self._expired,
+            events.Pooled: self._pooled,
             events.Ready: self._ready,
             events.Dropped: self._dropped,
             events.Taken: self._taken,
@@ -229,6 +230,9 @@ class Fold:
         self._note_lease(lease, event.at, "expired", f"{lease.worker_id} was silent")
         self._count_failure(lease)
         self._retry_or_give_up(lease, event.retried)
+
+    def _pooled(self, event: events.Pooled) -> None:
+        _count(self.state.pools, event.pool)
 
     def _ready(self, event: events.Ready) -> None:
         group = self.state.groups[event.group]

@@ -187,12 +187,19 @@ class Groups:
         done = group.done()
         if len(done) < self.spec.group_size:
             return
-        chosen = ((chosen.name, chosen.settings) for chosen in self.spec.filters)
-        refused = filters.refused_by(chosen, [member.reward for member in done])
-        if refused is None:
-            self._emit(events.Ready(now, self.state.run_id, group.index))
-        else:
+        candidate = filters.Candidate(
+            rewards_G=[member.reward for member in done],
+            lengths_G=[member.token_count for member in done],
+            step=self.state.next_batch_step,
+            seen=self.state.pools,
+        )
+        refused, pool = filters.judge(self.spec.filters, candidate)
+        if pool:
+            self._emit(events.Pooled(now, self.state.run_id, pool))
+        if refused:
             self._drop(group, refused, "", now)
+        else:
+            self._emit(events.Ready(now, self.state.run_id, group.index))
 
     def fail(
         self, request_id: str, lease_id: str, outcome: trajectory_pb2.Outcome.ValueType, detail: str, now: float

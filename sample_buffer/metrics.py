@@ -63,6 +63,7 @@ def _counters(groups: Groups) -> Iterator[Metric]:
         yield CounterMetricFamily(PREFIX + name, text, value=value)
     labelled: dict[str, tuple[str, str, Mapping[str, int]]] = {
         "groups_dropped": ("Groups dropped.", "reason", dict(state.dropped)),
+        "groups_pooled": ('Complete groups that the filter "pools" saw.', "pool", dict(state.pools)),
         "episodes_ended": ("Episodes by how they ended.", "outcome", views.outcome_counts(groups)),
         "trajectories_taken": (
             "Trajectories taken for training, by versions of lag.",

@@ -194,6 +194,8 @@ class RunState:
     answers: OrderedDict[str, int | list[Lease]] = field(default_factory=OrderedDict[str, int | list[Lease]])
     """"METHOD/request_id" -> the first answer."""
 
+    pools: dict[str, int] = field(default_factory=dict[str, int])
+    """Complete groups that the filter "pools" saw, by pool."""
     dropped: dict[str, int] = field(default_factory=dict[str, int])
     dropped_lengths: dict[str, dict[int, int]] = field(default_factory=dict[str, dict[int, int]])
     """Finished trajectories lost with their group, by reason, then by policy tokens rounded up to a power of two."""

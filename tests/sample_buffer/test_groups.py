@@ -10,7 +10,6 @@ from rollfarm.errors import (
     UnknownValidation,
     VersionOutOfOrder,
 )
-from rollfarm.run import FilterConfig
 from rollfarm.v1 import sample_buffer_pb2 as pb
 from rollfarm.v1 import trajectory_pb2 as tp
 from sample_buffer import views
@@ -309,29 +308,6 @@ def test_a_trainer_that_fell_back_to_a_checkpoint_frees_no_credit_twice() -> Non
 
     assert groups.credits_in_use <= before <= groups.capacity
     assert groups.state.version == 4
-
-
-@pytest.mark.parametrize(
-    ("filter_config", "rewards", "reason"),
-    [
-        (FilterConfig(name="zero_variance"), (1.0, 1.0), "zero_variance"),
-        (FilterConfig(name="zero_variance"), (1.0, 0.0), None),
-        (FilterConfig(name="zero_variance", settings={"tolerance": 0.5}), (1.0, 0.5), "zero_variance"),
-        (FilterConfig(name="difficulty", settings={"min_mean": 0.3}), (0.5, 0.0), "difficulty"),
-        (FilterConfig(name="difficulty", settings={"max_mean": 0.7}), (1.0, 0.5), "difficulty"),
-        (FilterConfig(name="difficulty", settings={"min_mean": 0.3, "max_mean": 0.7}), (1.0, 0.0), None),
-    ],
-)
-def test_a_filtered_group_is_dropped_and_its_credit_returns(
-    filter_config: FilterConfig, rewards: tuple[float, float], reason: str | None
-) -> None:
-    groups = make_groups(make_spec(filters=[filter_config]))
-    for held, reward in zip(lease(groups, 2), rewards, strict=True):
-        complete(groups, held, reward=reward)
-
-    assert groups.state.dropped == ({reason: 1} if reason else {})
-    assert groups.credits_in_use == (0 if reason else 1)
-    assert list(groups.fold.ready) == ([] if reason else [0])
 
 
 def test_validation_goes_first_needs_no_credit_and_means_what_it_measured() -> None:
