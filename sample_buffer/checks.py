@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from rollfarm.errors import InvalidArgument, InvalidTrajectory, RunMismatch, TrajectoryTooLarge
-from rollfarm.tokens import token_count, unpack_logprobs
+from rollfarm.tokens import unpack_logprobs
 from rollfarm.v1 import sample_buffer_pb2, trajectory_pb2
 from sample_buffer import filters, tasks
 from sample_buffer.state import Lease
@@ -92,8 +92,8 @@ def check_same(old: sample_buffer_pb2.RunSpec, new: sample_buffer_pb2.RunSpec) -
         )
 
 
-def check_trajectory(trajectory: trajectory_pb2.Trajectory, lease: Lease, run_id: str, *, newest_version: int) -> None:
-    """Raise InvalidTrajectory unless the trajectory is what was leased, whole and scored."""
+def check_trajectory(trajectory: trajectory_pb2.Trajectory, lease: Lease, run_id: str, *, newest_version: int) -> int:
+    """The tokens that the policy wrote. Raises InvalidTrajectory unless it is what was leased, whole and scored."""
     expected_group = lease.validation_id or tasks.group_id(run_id, lease.index)
     _expect("run_id", trajectory.run_id, run_id)
     _expect("group_id", trajectory.group_id, expected_group)
@@ -105,9 +105,8 @@ def check_trajectory(trajectory: trajectory_pb2.Trajectory, lease: Lease, run_id
     if not trajectory.HasField("reward") or not math.isfinite(trajectory.reward):
         reward = trajectory.reward if trajectory.HasField("reward") else "unset"
         raise InvalidTrajectory(f"reward is {reward}, not a finite number.", reward=reward)
-    versions = [span.policy_version for turn in trajectory.turns for span in turn.version_spans]
-    for number, turn in enumerate(trajectory.turns):
-        _check_turn(number, turn)
+    versions: list[int] = []
+    tokens = sum(_check_turn(number, turn, versions) for number, turn in enumerate(trajectory.turns))
     if versions and not 0 <= min(versions) <= max(versions) <= newest_version:
         raise InvalidTrajectory(
             f"Tokens of versions {min(versions)} to {max(versions)}; the newest version is {newest_version}.",
@@ -115,6 +114,7 @@ def check_trajectory(trajectory: trajectory_pb2.Trajectory, lease: Lease, run_id
             newest_version=newest_version,
         )
     _expect("oldest_policy_version", trajectory.oldest_policy_version, min(versions, default=lease.version))
+    return tokens
 
 
 def check_size(size_bytes: int, most_bytes: int) -> None:
@@ -132,29 +132,29 @@ def _expect(field: str, value: object, expected: object) -> None:
         raise InvalidTrajectory(f"{field} is {value!r}; the lease's is {expected!r}.", field=field, value=value)
 
 
-def _check_turn(number: int, turn: trajectory_pb2.Turn) -> None:
-    if len(turn.token_ids) % 4:
+def _check_turn(number: int, turn: trajectory_pb2.Turn, versions: list[int]) -> int:
+    """The tokens that the policy wrote in a whole turn; their versions are added to `versions`."""
+    size, logprobs = len(turn.token_ids), turn.logprobs
+    if size % 4:
         raise InvalidTrajectory(f"token_ids of turn {number} are not whole int32s.", turn=number)
     if turn.author != trajectory_pb2.AUTHOR_POLICY:
-        if turn.logprobs or turn.version_spans:
+        if logprobs or turn.version_spans:
             raise InvalidTrajectory(f"Turn {number} has log-probs or versions and is not the policy's.", turn=number)
-        return
-    tokens = token_count(turn.token_ids)
-    if len(turn.logprobs) != len(turn.token_ids):
-        raise InvalidTrajectory(
-            f"Turn {number} has {tokens} tokens and {len(turn.logprobs) / 4:g} log-probs.", turn=number
-        )
-    if tokens != sum(span.token_count for span in turn.version_spans):
+        return 0
+    tokens = size // 4
+    if len(logprobs) != size:
+        raise InvalidTrajectory(f"Turn {number} has {tokens} tokens and {len(logprobs) / 4:g} log-probs.", turn=number)
+    spanned = 0
+    for span in turn.version_spans:
+        if span.token_count < 1:
+            raise InvalidTrajectory(f"A version span of turn {number} is empty.", turn=number)
+        spanned += span.token_count
+        versions.append(span.policy_version)
+    if tokens != spanned:
         raise InvalidTrajectory(f"The version spans of turn {number} do not sum to its {tokens} tokens.", turn=number)
-    if any(span.token_count < 1 for span in turn.version_spans):
-        raise InvalidTrajectory(f"A version span of turn {number} is empty.", turn=number)
-    if not np.isfinite(unpack_logprobs(turn.logprobs)).all():
+    if not np.isfinite(unpack_logprobs(logprobs)).all():
         raise InvalidTrajectory(f"A log-prob of turn {number} is not finite.", turn=number)
-
-
-def policy_tokens(trajectory: trajectory_pb2.Trajectory) -> int:
-    """Tokens that the policy wrote."""
-    return sum(token_count(turn.token_ids) for turn in trajectory.turns if turn.author == trajectory_pb2.AUTHOR_POLICY)
+    return tokens
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -144,7 +144,7 @@ class Groups:
         lease = self.state.leases.get(lease_id)
         if lease is None:
             return self._late(lease_id), False
-        checks.check_trajectory(trajectory, lease, self.state.run_id, newest_version=self.state.version)
+        tokens = checks.check_trajectory(trajectory, lease, self.state.run_id, newest_version=self.state.version)
         if trajectory.trajectory_id in self.state.finished:
             raise InvalidTrajectory(
                 f"trajectory_id {trajectory.trajectory_id!r} was handed in before.",
@@ -163,7 +163,7 @@ class Groups:
                 int(trajectory.outcome),
                 trajectory.reward,
                 trajectory.oldest_policy_version,
-                checks.policy_tokens(trajectory),
+                tokens,
                 checks.finite(trajectory.metrics) if lease.validation_id else {},
             )
         )
