@@ -2,39 +2,56 @@
 
 Every append is one script, so it is atomic on the server and in its append-only file, and it checks the token first: a
 writer that was superseded can change nothing. The token names the writer and its attempt to open, so a writer knows its
-own attempts again though no answer came. Commands of Redis 7.0. What a crash of the server may lose is its own
-appendfsync: `always` loses nothing; `everysec` up to two seconds, even when only the process dies, because the server
-puts off writing while the disk is busy; `no` nothing when the process dies, and half a minute when the machine does.
+own attempts again though no answer came. Beside it stands how many records that attempt has appended: a server that
+comes back without some that it had acknowledged is noticed, and nothing is written after the gap.
+
+Commands of Redis 7.0. What a crash of the server may lose is its own appendfsync: `always` loses nothing; `everysec`
+up to two seconds, even when only the process dies, because the server puts off writing while the disk is busy; `no`
+nothing when the process dies, and half a minute when the machine does.
 """
 
+import asyncio
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
-from redis import asyncio as aioredis
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
+import structlog
 
 from rollfarm.errors import JournalFenced, JournalUnavailable
+from sample_buffer import redis_client, redis_urls
 from sample_buffer.journal import Record
 
+log = structlog.get_logger()
+
 _OPEN = """
+for at, kind in ipairs({'string', 'stream', 'hash', 'string'}) do
+  local found = redis.call('TYPE', KEYS[at]).ok
+  if found ~= 'none' and found ~= kind then return redis.error_reply('WRONGTYPE ' .. KEYS[at] .. ' is a ' .. found) end
+end
 local held = redis.call('GET', KEYS[1])
 if held then
-  local writer, attempt = string.match(held, '^(%x+)/(%d+)$')
+  local writer, attempt = string.match(held, '^(%x+)/(%d+)')
+  if not writer then return redis.error_reply('WRONGTYPE ' .. KEYS[1] .. ' is no fence') end
   if writer ~= ARGV[1] and ARGV[3] == '1' then return redis.error_reply('FENCED') end
   if writer == ARGV[1] and tonumber(attempt) > tonumber(ARGV[2]) then return redis.error_reply('late') end
+elseif ARGV[3] == '1' then
+  return redis.error_reply('LOST ' .. KEYS[1] .. ' is gone')
 end
-return redis.call('SET', KEYS[1], ARGV[1] .. '/' .. ARGV[2])
+redis.call('SET', KEYS[1], ARGV[1] .. '/' .. ARGV[2] .. '/0')
+return held
 """
-"""KEYS fence. ARGV writer, which of its attempts this is, 1 if an earlier one was answered."""
+"""KEYS fence, stream, payloads, snapshot. ARGV writer, which of its attempts this is, 1 if an earlier one was
+answered. Answers what the fence was."""
 
 _APPEND = """
-if redis.call('GET', KEYS[1]) ~= ARGV[1] then return redis.error_reply('FENCED') end
-local at = 5
-for _ = 1, tonumber(ARGV[4]) do
+local held = redis.call('GET', KEYS[1])
+if not held then return redis.error_reply('LOST ' .. KEYS[1] .. ' is gone') end
+local token, count = string.match(held, '^(.*)/(%d+)$')
+if token ~= ARGV[1] then return redis.error_reply('FENCED') end
+if count ~= ARGV[2] then return redis.error_reply('BEHIND at record ' .. count .. ' of ' .. ARGV[2]) end
+local at = 6
+for _ = 1, tonumber(ARGV[5]) do
   redis.call('HSET', KEYS[3], ARGV[at], ARGV[at + 1])
   at = at + 2
 end
@@ -42,16 +59,16 @@ while at <= #ARGV do
   redis.call('HDEL', KEYS[3], ARGV[at])
   at = at + 1
 end
-if ARGV[3] == '' then
-  redis.call('XADD', KEYS[2], '*', 'events', ARGV[2])
+if ARGV[4] == '' then
+  redis.call('XADD', KEYS[2], '*', 'events', ARGV[3])
 else
-  redis.call('SET', KEYS[4], ARGV[3])
+  redis.call('SET', KEYS[4], ARGV[4])
   redis.call('DEL', KEYS[2])
 end
-return 1
+return redis.call('SET', KEYS[1], ARGV[1] .. '/' .. tonumber(count) + 1)
 """
-"""KEYS fence, stream, payloads, snapshot. ARGV token, events, snapshot or empty, payload count, (id, payload)...,
-garbage..."""
+"""KEYS fence, stream, payloads, snapshot. ARGV token, records so far, events, snapshot or empty, payload count,
+(id, payload)..., garbage..."""
 
 _PAGE = 64
 """Records or payloads read at once at start."""
@@ -61,19 +78,15 @@ class RedisJournal:
     """One farm's journal under the keys PREFIX:..."""
 
     def __init__(self, url: str, prefix: str, *, timeout_seconds: float) -> None:
-        self._redis: aioredis.Redis = aioredis.Redis.from_url(
-            url,
-            socket_timeout=timeout_seconds,
-            socket_connect_timeout=timeout_seconds,
-            retry=Retry(NoBackoff(), 0),  # a repeated script would append twice
-        )
+        self._redis = redis_client.connect(redis_urls.parse(url), timeout_seconds=timeout_seconds)
+        self._timeout_seconds = timeout_seconds
         # The braces keep the keys on one node of a cluster.
-        self._fence, self._stream, self._hash, self._snapshot = (
-            f"{{{prefix}}}:{name}" for name in ("fence", "events", "payloads", "snapshot")
-        )
+        self._keys = tuple(f"{{{prefix}}}:{name}" for name in ("fence", "events", "payloads", "snapshot"))
+        _, self._stream, self._hash, self._snapshot = self._keys
         self._writer = secrets.token_hex(8)
         self._attempts = 0
         self._was_open = False
+        self._appended = 0
 
     @property
     def _token(self) -> str:
@@ -81,11 +94,14 @@ class RedisJournal:
         return f"{self._writer}/{self._attempts}"
 
     async def open(self) -> bytes | None:
+        known = f"{self._token}/{self._appended}"
         self._attempts += 1
-        values = (self._writer, str(self._attempts), str(int(self._was_open)))
+        self._appended = 0
+        found: bytes | None = await self._run(_OPEN, self._writer, str(self._attempts), str(int(self._was_open)))
+        self._was_open = True
+        if found is not None and _is_behind(found.decode(), known):
+            log.error("journal lost acknowledged records", found=found.decode(), known=known)
         with self._errors():
-            await cast(Awaitable[Any], self._redis.eval(_OPEN, 1, self._fence, *values))
-            self._was_open = True
             return cast(bytes | None, await self._redis.get(self._snapshot))
 
     async def records(self) -> AsyncIterator[bytes]:
@@ -106,22 +122,34 @@ class RedisJournal:
         return found
 
     async def append(self, record: Record) -> None:
-        keys = (self._fence, self._stream, self._hash, self._snapshot)
-        values: list[Any] = [self._token, record.events, record.snapshot or b"", str(len(record.payloads))]
+        values: list[str | bytes] = [self._token, str(self._appended), record.events, record.snapshot or b""]
+        values.append(str(len(record.payloads)))
         for name, payload in record.payloads.items():
             values += (name, payload)
         values += record.garbage
+        await self._run(_APPEND, *values)
+        self._appended += 1
+
+    async def _run(self, script: str, *values: str | bytes) -> Any:
+        """Run a script on the journal's keys. Raises JournalUnavailable or JournalFenced."""
         with self._errors():
-            await cast(Awaitable[Any], self._redis.eval(_APPEND, len(keys), *keys, *values))
+            async with asyncio.timeout(self._timeout_seconds):
+                return await cast(Awaitable[Any], self._redis.eval(script, len(self._keys), *self._keys, *values))
 
     async def close(self) -> None:
         await self._redis.aclose()
 
     @contextmanager
-    def _errors(self) -> Any:
+    def _errors(self) -> Iterator[None]:
         try:
             yield
-        except (RedisError, OSError) as error:
+        except redis_client.ERRORS as error:
             if "FENCED" in str(error):
                 raise JournalFenced("Another sample_buffer has taken over the journal.") from None
-            raise JournalUnavailable(f"The journal does not answer: {error}.", error=error) from None
+            raise JournalUnavailable(redis_client.explain(error), error=error) from None
+
+
+def _is_behind(found: str, known: str) -> bool:
+    """Whether a fence is of the same attempt as what is known of it, and counts fewer records."""
+    (found_token, _, found_count), (token, _, count) = found.rpartition("/"), known.rpartition("/")
+    return found_token == token and int(found_count) < int(count)
