@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import Any, cast
 
 from rollfarm.v1 import sample_buffer_pb2, trajectory_pb2
-from sample_buffer import events, tasks
+from sample_buffer import events, lengths, tasks
 from sample_buffer.state import (
     STALE,
     Batch,
@@ -208,7 +208,7 @@ class Fold:
             _add(validation.sums[validation.domains[lease.index]], event.reward, event.metrics)
             return
         state.policy_tokens += event.token_count
-        _count(state.accepted_lengths, _length(event.token_count))
+        _count(state.accepted_lengths, lengths.rounded(event.token_count))
         state.finished[event.trajectory_id] = (state.finished_count, lease.index, lease.member)
         state.finished_count += 1
         self._note_lease(lease, event.at, "completed", trajectory_pb2.Outcome.Name(cast(Any, event.outcome)))
@@ -246,9 +246,9 @@ class Fold:
     def _drop(self, group: Group, at: float, reason: str, detail: str) -> None:
         self._cancel_rest(group, at, "stale" if reason == STALE else "surplus")
         _count(self.state.dropped, reason)
-        lengths = self.state.dropped_lengths.setdefault(reason, {})
+        dropped = self.state.dropped_lengths.setdefault(reason, {})
         for member in group.done():
-            _count(lengths, _length(member.token_count))
+            _count(dropped, lengths.rounded(member.token_count))
         self._stage(group, "dropped")
         self._note(group, at, "dropped", detail=f"{reason}: {detail}" if detail else reason)
         self._retire(group)
@@ -456,11 +456,6 @@ class Fold:
 
 def _count(counts: dict[Any, int], key: object) -> None:
     counts[key] = counts.get(key, 0) + 1
-
-
-def _length(token_count: int) -> int:
-    """Rounded up to a power of two."""
-    return 1 << max(0, token_count - 1).bit_length()
 
 
 def _add(sums: Sums, reward: float, metrics: dict[str, float]) -> None:

@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from rollfarm.errors import UnknownRun
-from sample_buffer import views
+from sample_buffer import lengths, views
 from sample_buffer.groups import Groups
 from sample_buffer.runs import Runs
 
@@ -28,6 +28,7 @@ class StateCollector(Collector):
         except UnknownRun:
             return
         yield from _gauges(groups)
+        yield from _lengths(groups)
         yield from _counters(groups)
 
 
@@ -51,6 +52,21 @@ def _gauges(groups: Groups) -> Iterator[Metric]:
     yield _by(GaugeMetricFamily(PREFIX + "episodes", "Episodes by state.", labels=["state"]), episodes)
 
 
+def _lengths(groups: Groups) -> Iterator[Metric]:
+    """Quarters of the finished episodes, the shortest first. Gauges: what is long changes with the policy."""
+    state, by_quartile = groups.state, PREFIX + "length_quartile_"
+    tokens = GaugeMetricFamily(by_quartile + "tokens", "Longest finished episode.", labels=["quartile"])
+    finished = GaugeMetricFamily(by_quartile + "episodes", "Finished episodes.", labels=["quartile"])
+    lost = GaugeMetricFamily(by_quartile + "dropped", "Those lost with their group.", labels=["quartile", "reason"])
+    dropped = {reason: dict(histogram) for reason, histogram in dict(state.dropped_lengths).items()}
+    for number, quarter in enumerate(lengths.quartiles(dict(state.accepted_lengths), dropped), 1):
+        tokens.add_metric([str(number)], quarter.max_token_count)
+        finished.add_metric([str(number)], quarter.episode_count)
+        for reason, count in quarter.dropped_counts.items():
+            lost.add_metric([str(number), reason], count)
+    yield from (tokens, finished, lost)
+
+
 def _counters(groups: Groups) -> Iterator[Metric]:
     state = groups.state
     plain = {
@@ -70,23 +86,9 @@ def _counters(groups: Groups) -> Iterator[Metric]:
             "staleness",
             {str(lag): count for lag, count in dict(state.staleness).items()},
         ),
-        "trajectories_accepted": (
-            "Trajectories accepted, by policy tokens rounded up to a power of two.",
-            "tokens",
-            {str(length): count for length, count in dict(state.accepted_lengths).items()},
-        ),
     }
     for name, (text, label, values) in labelled.items():
         yield _by(CounterMetricFamily(PREFIX + name, text, labels=[label]), values)
-    dropped = CounterMetricFamily(
-        PREFIX + "trajectories_dropped",
-        "Finished trajectories lost with their group, by policy tokens rounded up to a power of two.",
-        labels=["reason", "tokens"],
-    )
-    for reason, lengths in dict(state.dropped_lengths).items():
-        for length, count in dict(lengths).items():
-            dropped.add_metric([reason, str(length)], count)
-    yield dropped
 
 
 def _by(family: GaugeMetricFamily | CounterMetricFamily, values: Mapping[str, int]) -> Metric:

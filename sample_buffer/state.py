@@ -198,8 +198,9 @@ class RunState:
     """Complete groups that the filter "pools" saw, by pool."""
     dropped: dict[str, int] = field(default_factory=dict[str, int])
     dropped_lengths: dict[str, dict[int, int]] = field(default_factory=dict[str, dict[int, int]])
-    """Finished trajectories lost with their group, by reason, then by policy tokens rounded up to a power of two."""
+    """Finished trajectories lost with their group, by reason, then by `lengths.rounded` policy tokens."""
     accepted_lengths: dict[int, int] = field(default_factory=dict[int, int])
+    """Accepted trajectories, those lost later included, by `lengths.rounded` policy tokens."""
     outcomes: dict[int, int] = field(default_factory=dict[int, int])
     staleness: dict[int, int] = field(default_factory=dict[int, int])
     expired_leases: int = 0

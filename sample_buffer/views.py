@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from rollfarm import times
 from rollfarm.errors import InvalidArgument
 from rollfarm.v1 import sample_buffer_pb2, trajectory_pb2
-from sample_buffer import tasks
+from sample_buffer import lengths, tasks
 from sample_buffer.groups import Groups
 from sample_buffer.state import Batch, Group, Lease, Note, Sums
 from sample_buffer.wire import RawGroup
@@ -68,6 +68,7 @@ def status(groups: Groups, now: float) -> sample_buffer_pb2.GetStatusResponse:
         committed_trajectory_count=state.committed_trajectories,
         policy_token_count=state.policy_tokens,
         last_failure=state.last_failure,
+        length_quartiles=lengths.quartiles(state.accepted_lengths, state.dropped_lengths),
     )
     oldest = next(iter(state.leases.values()), None)
     if oldest is not None:

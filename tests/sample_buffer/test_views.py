@@ -11,7 +11,6 @@ from sample_buffer.groups import Groups
 from sample_buffer.state import Lease
 from tests.sample_buffer.support import (
     complete,
-    fill,
     lease,
     make_groups,
     make_runs,
@@ -123,15 +122,6 @@ def test_status_counts_what_there_is() -> None:
     assert dict(status.staleness_counts) == {0: 4}
     assert (status.policy_token_count, status.last_batch_mean_reward) == (15, 1.0)
     assert status.oldest_lease_age.seconds == 2
-
-
-def test_dropped_trajectories_are_counted_by_reason_and_length() -> None:
-    groups = make_groups(make_spec(alpha=0.0))
-    fill(groups)
-    publish(groups)
-
-    assert groups.state.dropped_lengths == {"stale": {4: 4}}
-    assert groups.state.accepted_lengths == {4: 4}
 
 
 def test_a_batch_is_streamed_in_bounded_messages_of_the_stored_bytes() -> None:
