@@ -107,8 +107,8 @@ class ConfigError(Exception):
         super().__init__(masked(problem))
 
 
-_SECRET = re.compile(r"(?<=://)[^\s/?#]+(?=@)|(?<=[?&]password=)[^\s&]+")
-_MASKED = re.compile(r"://\*\*\*@|[?&]password=\*\*\*")
+_SECRET = re.compile(r"(?<=://)[^\s/?#]+(?=@)|(?<=[?&]password=)[^\s&]+|(?<=_password=)[^\s&]+")
+_MASKED = re.compile(r"://\*\*\*@|[?&_]password=\*\*\*")
 
 
 def masked(text: str) -> str:

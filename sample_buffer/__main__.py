@@ -7,7 +7,6 @@ import time
 from typing import NoReturn
 
 import prometheus_client
-from redis.exceptions import RedisError
 
 from rollfarm import service
 from rollfarm.config import ConfigError, Listen, exit_bad_config, load_or_exit
@@ -35,10 +34,7 @@ def make_journal(config: SampleBufferConfig) -> Journal:
             'sample_buffer.journal: "embedded" is a Valkey that `rollfarm up` starts. Run `rollfarm up`, or set '
             '--sample_buffer.journal to a redis:// URL, or to "memory" to forget everything at a restart.'
         )
-    try:
-        return RedisJournal(config.journal, config.journal_key, timeout_seconds=config.append_seconds)
-    except (RedisError, ValueError) as error:
-        raise ConfigError(f"sample_buffer.journal: {config.journal!r} is no Redis URL: {error}.") from None
+    return RedisJournal(config.journal, config.journal_key, timeout_seconds=config.append_seconds)
 
 
 async def open_ledger(config: SampleBufferConfig, ledger: Ledger) -> None:

@@ -1,17 +1,13 @@
 """Settings of sample_buffer."""
 
-from urllib.parse import urlsplit
-
 from pydantic import Field, field_validator
 
 from rollfarm.config import Config, ConfigError, Listen, Root, Telemetry, nearest
 from rollfarm.errors import InvalidArgument
 from rollfarm.run import RunConfig
-from sample_buffer import filters
+from sample_buffer import filters, redis_urls
 
 JOURNALS = ("embedded", "memory")
-SCHEMES = ("redis://", "rediss://", "unix://")
-"""What the URL of a journal begins with."""
 
 
 class SampleBufferConfig(Config):
@@ -24,9 +20,9 @@ class SampleBufferConfig(Config):
     """Logs and metrics."""
 
     journal: str = "embedded"
-    """Where events become durable. "embedded": a Valkey that `rollfarm up` starts. A redis://, rediss:// or unix://
-    URL: that server; only with `appendfsync always` does its death lose nothing. "memory": nowhere, and a restart
-    begins anew."""
+    """Where events become durable. "embedded": a Valkey that `rollfarm up` starts. A redis://, rediss:// (TLS), unix://,
+    redis+sentinel:// or redis+cluster:// URL: that server, as docs/deploy.md has it; only with `appendfsync always`
+    does its death lose nothing. "memory": nowhere, and a restart begins anew."""
 
     journal_key: str = Field(default="rollfarm", min_length=1)
     """Prefix of the journal's keys in Redis. Farms that share a Redis need one each."""
@@ -54,15 +50,12 @@ class SampleBufferConfig(Config):
     @field_validator("journal")
     @classmethod
     def _is_a_journal(cls, journal: str) -> str:
-        if journal not in JOURNALS and not journal.startswith(SCHEMES):
+        if journal in JOURNALS:
+            return journal
+        if not journal.startswith(tuple(redis_urls.SCHEMES)):
             kind = "".join(journal.partition(":")[:2])  # what follows may be a password
-            raise ValueError(f"{kind!r} is no journal.{nearest(kind, [*JOURNALS, *SCHEMES])}")
-        try:
-            _ = urlsplit(journal).port
-        except ValueError:
-            raise ValueError(
-                "not a URL: its port is no number. In a password, write / as %2F, @ as %40 and : as %3A."
-            ) from None
+            raise ValueError(f"{kind!r} is no journal.{nearest(kind, [*JOURNALS, *redis_urls.SCHEMES])}")
+        redis_urls.parse(journal)
         return journal
 
 

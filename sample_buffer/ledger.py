@@ -68,7 +68,7 @@ class Ledger:
         ids = runs.payload_ids()
         payloads = await self._journal.payloads(ids)
         if missing := set(ids) - payloads.keys():
-            raise RuntimeError(f"The journal has lost {len(missing)} trajectories, among them {min(missing)}.")
+            raise JournalUnavailable(f"The journal has lost {len(missing)} trajectories, among them {min(missing)}.")
         runs.resume(self.now())
         self.runs, self._payloads = runs, payloads
         self._added, self._next, self._flying = {}, None, None
@@ -84,8 +84,7 @@ class Ledger:
 
     def execute(self, command: Callable[[Runs], T]) -> T:
         """Run one command on the state. Nobody may hear its answer before `durable`. Raises JournalUnavailable."""
-        if self._down is not None:
-            raise type(self._down)(self._down.problem, **self._down.facts)
+        self._check()
         try:
             return command(self.runs)
         except FarmError:
@@ -98,6 +97,10 @@ class Ledger:
             if self.runs.outbox:
                 self._wanted.set()
 
+    def _check(self) -> None:
+        if self._down is not None:
+            raise type(self._down)(self._down.problem, **self._down.facts)
+
     def keep(self, lease_id: str, payload: bytes) -> None:
         """Keep the payload of a lease that was just completed, in the same turn."""
         self._payloads[lease_id] = payload
@@ -109,6 +112,7 @@ class Ledger:
 
     async def durable(self) -> None:
         """Return once everything decided so far is in the journal. Raises JournalUnavailable or JournalFenced."""
+        self._check()
         if self.runs.outbox:
             if self._next is None:
                 self._next = _future()

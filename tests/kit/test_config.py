@@ -121,6 +121,8 @@ def test_what_keys_do_not_show_by_themselves_is_checked_last(write):
         ("redis://:hush@db:6379/0", "redis://***@db:6379/0"),
         ("rediss://me:hu@sh@db", "rediss://***@db"),
         ("unix:///tmp/s?db=0&password=hush", "unix:///tmp/s?db=0&password=***"),
+        ("redis+sentinel://me:hush@a:1,b:2/m", "redis+sentinel://***@a:1,b:2/m"),
+        ("redis+sentinel://a,b/m?sentinel_password=hush&db=1", "redis+sentinel://a,b/m?sentinel_password=***&db=1"),
         ("one http://a:b@c/d and http://e/f@g", "one http://***@c/d and http://e/f@g"),
         ("redis://db:6379, mail me@db", "redis://db:6379, mail me@db"),
     ],

@@ -16,16 +16,9 @@ from sample_buffer.redis_journal import RedisJournal
 from tests.sample_buffer.support import Valkey, spawn
 
 
-@pytest.mark.parametrize(
-    ("journal", "message"),
-    [
-        ("embedded", "Run `rollfarm up`"),
-        ("redis://host/notadatabase?db=x", "is no Redis URL"),
-    ],
-)
-def test_a_journal_that_cannot_be_is_refused_with_a_remedy(journal: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        make_journal(SampleBufferConfig(journal=journal))
+def test_an_embedded_journal_without_rollfarm_up_is_refused_with_a_remedy() -> None:
+    with pytest.raises(ConfigError, match="Run `rollfarm up`"):
+        make_journal(SampleBufferConfig(journal="embedded"))
 
 
 @pytest.mark.parametrize(
@@ -34,7 +27,7 @@ def test_a_journal_that_cannot_be_is_refused_with_a_remedy(journal: str, message
         ("embeded", "'embeded' is no journal. Did you mean 'embedded'?"),
         ("redsi://:hush@host", "'redsi:' is no journal. Did you mean 'redis://'?"),
         ("redis:/:hush@host", "'redis:' is no journal"),
-        ("redis://:hu/sh@host", "In a password, write / as %2F"),
+        ("redis://:hu/sh@host", "In a user, a password or a path, write / as %2F"),
         ("redis://host:hush", "its port is no number"),
     ],
 )
