@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import sys
 from collections.abc import Sequence
+from datetime import UTC
 from typing import TYPE_CHECKING, Any
 
 from rollfarm import where
@@ -11,6 +12,7 @@ from rollfarm import where
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from rollfarm.v1.sample_buffer_pb2 import Transition
     from rollfarm.v1.trajectory_pb2 import Trajectory, Turn
 
 ANSWER_SECONDS = 10.0
@@ -101,12 +103,14 @@ def _print_list(console: "Console", trajectories: "Sequence[Trajectory]") -> Non
 
 
 def _print_one(console: "Console", lineage: Any) -> None:
+    from rich.markup import escape
     from rich.rule import Rule
     from rich.text import Text
 
     item = lineage.trajectory
     console.print(f"[bold]{item.trajectory_id}[/]  {item.task.domain} {item.task.index}, seed {item.task.seed}")
-    console.print(f"group {item.group_id}, member {item.member}, played by {item.worker_id}", style="dim")
+    played = f"played by {item.worker_id}, versions {versions_text(item.turns)}"
+    console.print(f"group {item.group_id}, member {item.member}, {played}", style="dim")
     texts = list(item.turn_texts) + [""] * (len(item.turns) - len(item.turn_texts))
     for number, (turn, text) in enumerate(zip(item.turns, texts, strict=False)):
         author = author_text(turn)
@@ -114,16 +118,17 @@ def _print_one(console: "Console", lineage: Any) -> None:
         console.print(Text(text or f"({len(turn.token_ids) // 4} tokens, no text kept)"))
         console.print(Text(turn_facts(turn), style="dim"))
     console.print(Rule(style="dim"))
-    console.print(f"[bold]{outcome_text(item)}[/] {item.outcome_detail}".rstrip())
+    console.print(f"[bold]{outcome_text(item)}[/] {escape(item.outcome_detail)}".rstrip())
     if item.HasField("reward"):
         console.print(f"reward [bold]{item.reward:.4f}[/]")
         for part in item.reward_parts:
-            console.print(f"  {part.weight:g} × {part.value:.4f}  {part.name}  {part.detail}".rstrip())
+            console.print(f"  {part.weight:g} × {part.value:.4f}  {part.name}  {escape(part.detail)}".rstrip())
     for name, value in sorted(item.metrics.items()):
         console.print(f"{name} {value:g}")
     console.print()
     for step in lineage.transitions:
-        console.print(f"[dim]{step.create_time.ToDatetime():%H:%M:%S.%f}[/]  {transition_text(step)}")
+        moment = step.create_time.ToDatetime(UTC).astimezone()
+        console.print(f"[dim]{moment:%Y-%m-%d %H:%M:%S.%f}[/]  {step.event:<9}  {escape(transition_facts(step))}")
 
 
 def turn_facts(turn: "Turn") -> str:
@@ -140,13 +145,22 @@ def turn_facts(turn: "Turn") -> str:
     return " · ".join(facts)
 
 
-def transition_text(step: Any) -> str:
-    """One transition in words."""
-    words = [step.event, f"(version {step.policy_version})"]
+def transition_facts(step: "Transition") -> str:
+    """What is known of a transition beside its name, on one line."""
+    facts = [f"version {step.policy_version}"]
+    if step.worker_id:
+        facts.append(f"worker {step.worker_id}")
+    if step.lease_id:
+        facts.append(f"lease {step.lease_id}")
+    if step.engine_ids:
+        facts.append(f"engine {', '.join(step.engine_ids)}")
     if step.HasField("step"):
-        words.append(f"step {step.step}")
-    words += [word for word in (step.worker_id, step.detail) if word]
-    return " ".join(words)
+        facts.append(f"step {step.step}")
+    if step.batch_id:
+        facts.append(f"batch {step.batch_id}")
+    if step.detail:
+        facts.append(step.detail)
+    return " · ".join(facts)
 
 
 def versions_text(turns: "Sequence[Turn]") -> str:

@@ -282,7 +282,7 @@ class Fold:
         for step in range(state.trained_steps, event.trained_step_count):
             state.charged.pop(step, None)
             for index in state.batches[step].groups if step in state.batches else ():
-                self._note(state.groups[index], event.at, "published", detail=f"version {event.version}")
+                self._note(state.groups[index], event.at, "published")
         state.trained_steps = max(state.trained_steps, event.trained_step_count)
         self._answer("publish", event.request_id, len(event.stale_groups))
 

@@ -148,10 +148,15 @@ def lineage(groups: Groups, trajectory_id: str, payload: Payload) -> sample_buff
     """Everything that happened to a retained trajectory's episode and group."""
     _, index, number = groups.state.finished[trajectory_id]
     group = groups.state.groups[index]
-    return sample_buffer_pb2.GetLineageResponse(
+    answer = sample_buffer_pb2.GetLineageResponse(
         trajectory=trajectory_pb2.Trajectory.FromString(payload(group.members[number].lease_id)),
         transitions=[_transition(groups, group, note) for note in group.history if note.member in (-1, number)],
     )
+    engines = dict.fromkeys(turn.engine_id for turn in answer.trajectory.turns if turn.engine_id)
+    for transition in answer.transitions:
+        if transition.event == "completed":
+            transition.engine_ids.extend(engines)
+    return answer
 
 
 def _transition(groups: Groups, group: Group, note: Note) -> sample_buffer_pb2.Transition:

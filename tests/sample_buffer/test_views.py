@@ -101,6 +101,24 @@ def test_lineage_tells_the_whole_story_of_a_trajectory() -> None:
     assert told.trajectory == story
 
 
+def test_lineage_names_the_engines_of_the_finished_episode_in_order_of_their_first_turn() -> None:
+    store = Store(make_groups(make_spec()))
+    (held,) = lease(store.groups, 1)
+    played = play(views.episode_lease(store.groups, held).episode, versions=[0, 0, 0, 0])
+    for turn, engine in zip(played.turns[1:], ["e2", "e1", "", "e2"], strict=True):
+        turn.engine_id = engine
+    store.groups.complete(request_id(), held.lease_id, played, 2.0)
+    store.payloads[held.lease_id] = played.SerializeToString()
+
+    told = views.lineage(store.groups, played.trajectory_id, store.payloads.__getitem__)
+
+    assert [(one.event, list(one.engine_ids)) for one in told.transitions] == [
+        ("admitted", []),
+        ("leased", []),
+        ("completed", ["e2", "e1"]),
+    ]
+
+
 def test_a_trajectory_that_was_never_completed_is_unknown() -> None:
     with pytest.raises(UnknownTrajectory):
         make_runs(make_spec()).of_trajectory("nowhere")
