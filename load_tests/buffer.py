@@ -5,7 +5,7 @@
 
 The last line on stdout is one JSON object; a table and the progress go to stderr. Everything runs on this machine: a
 Valkey and a sample_buffer as a farm starts them, and clients in processes of their own. Figures are medians over the
-rounds, and ratios are of figures of the same run.
+rounds, and ratios are of figures of the same round.
 """
 
 import argparse
@@ -15,20 +15,28 @@ import os
 import platform
 import sys
 import tempfile
-from concurrent.futures import ProcessPoolExecutor
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import NoReturn
+from typing import NoReturn, Self
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from load_tests.buffering import clients, raw_redis, servers
+from load_tests.buffering import atropos, clients, raw_redis, replay, report, servers
 from load_tests.buffering.clients import Flow, Load
-from load_tests.buffering.report import Figures, cpu_per_thousand, milliseconds, table
+from load_tests.buffering.report import Figures
 from load_tests.buffering.samples import Size
 from rollfarm.config import ConfigError
+from sample_buffer.config import SampleBufferConfig
 
-PARTS = ("latency", "cycle", "raw_redis")
+PARTS = ("latency", "cycle", "raw_redis", "atropos", "replay")
+
+ATROPOS_BATCHES = 8
+"""Most batches that Atropos gets in a round: it takes a second for each."""
 
 
 def main() -> NoReturn:
@@ -38,7 +46,7 @@ def main() -> NoReturn:
             figures = measure(options, Path(name))
         except ConfigError as error:
             raise SystemExit(f"load_tests/buffer.py: {error}") from None
-    print(table(figures), file=sys.stderr)
+    print(report.table(figures), file=sys.stderr)
     print(json.dumps(figures))
     raise SystemExit(0)
 
@@ -60,6 +68,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--calls", type=int, default=4, help="calls of the client under way at once (%(default)s)")
     add("--call-samples", type=int, default=128, help="most samples of one call (%(default)s)")
     add("--linger-ms", type=float, default=2.0, help="a sample waits so long for others of its call (%(default)g)")
+    add("--replay-events", type=int, default=1_000_000, help="events of the journal that is read back (%(default)s)")
     add("--appendfsync", choices=("always", "everysec", "no"), default="always", help="Valkey's (%(default)s)")
     add("--skip", action="append", choices=PARTS, default=[], help="leave a part out; may be repeated")
     add("--folder", type=Path, default=None, help="for temporary files, on a disk (the system's)")
@@ -67,32 +76,115 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def measure(options: argparse.Namespace, folder: Path) -> Figures:
-    """Every part in turn."""
+    """Every part in turn, in each round."""
     figures: Figures = {
         "benchmark": "buffer",
         "cores": os.cpu_count(),
         "machine": platform.machine(),
         "python": platform.python_version(),
+        "load_average": round(os.getloadavg()[0], 2),
         "appendfsync": options.appendfsync,
         "filesystem": servers.filesystem(folder),
         "fsync_ms": round(servers.fsync_ms(folder), 3),
         "rounds": options.rounds,
         "samples_a_round": options.batches * options.batch_groups * options.group_size,
         "tokens": options.tokens,
+        "offered_per_s": options.rate,
     }
-    with (
-        servers.valkey(folder, options.appendfsync) as valkey,
-        servers.buffer(folder, valkey.url) as buffer,
-        client() as first,
-        client() as second,
-    ):
-        bench = Bench(options, valkey, buffer, first, second)
-        figures |= bench.throughput()
-        if "latency" not in options.skip:
-            figures |= bench.latency()
-        if "cycle" not in options.skip:
-            figures |= bench.cycle()
+    with Bench(options, folder) as bench:
+        for number in range(options.rounds):
+            say(f"round {number + 1} of {options.rounds}")
+            bench.round(number)
+    figures |= report.figures(bench.flows) | {"commit_samples": round(median(bench.commit_samples), 1)}
+    if "replay" not in options.skip:
+        figures |= restarts(options, folder)
     return figures
+
+
+class Bench:
+    """The servers and the two client processes, and what was measured so far. Use with `with`."""
+
+    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+        self._options = options
+        self._folder = folder
+        self._open = ExitStack()
+        self.flows: dict[str, list[Flow]] = {}
+        self.commit_samples: list[float] = []
+
+    def __enter__(self) -> Self:
+        self._valkey = self._open.enter_context(servers.valkey(self._folder, self._options.appendfsync))
+        self._buffer = self._open.enter_context(servers.buffer(self._folder, self._valkey.url))
+        self._atropos = None
+        if "atropos" not in self._options.skip:
+            self._atropos = self._open.enter_context(atropos.server(self._folder))
+        self._workers = self._open.enter_context(client())
+        self._trainer = self._open.enter_context(client())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.close()
+
+    def round(self, number: int) -> None:
+        """Every part once."""
+        self._throughput(self._load(f"put-{number}", alpha=self._options.batches))
+        if self._atropos is not None:
+            self._against_atropos(*self._atropos)
+        if "latency" not in self._options.skip:
+            load = self._load(f"paced-{number}", alpha=self._options.batches)
+            self._add("paced", self._workers.submit(clients.put, load, self._options.rate))
+            self._trainer.submit(clients.take, load).result()
+        if "cycle" not in self._options.skip:
+            load = self._load(f"cycle-{number}", alpha=2.0)
+            handed_in = self._workers.submit(clients.cycle, load)
+            self._add("cycle", self._trainer.submit(clients.take, load))
+            handed_in.result()
+
+    def _throughput(self, load: Load) -> None:
+        """Put everything, then take everything, then write the same straight to Valkey."""
+        before = servers.appends(self._valkey)
+        self._add("put", self._workers.submit(clients.put, load, float("inf")))
+        self.commit_samples.append(load.samples / (servers.appends(self._valkey) - before))
+        self._add("take", self._trainer.submit(clients.take, load))
+        if "raw_redis" not in self._options.skip:
+            commit = round(self.commit_samples[-1])
+            self._add("raw_redis", self._workers.submit(raw_redis.write, load, self._valkey.url, commit))
+
+    def _against_atropos(self, port: int, pid: int) -> None:
+        """Atropos in its faster way, plain JSON, and in that of its own environments, compressed."""
+        load = make_load(self._options, "atropos", "", {"atropos": pid})
+        load = replace(load, steps=min(load.steps, ATROPOS_BATCHES))
+        self._add("atropos_put", self._workers.submit(atropos.put, load, port, False))
+        self._add("atropos_take", self._trainer.submit(atropos.take, load, port))
+        atropos.reset(port)
+        self._add("atropos_compressed_put", self._workers.submit(atropos.put, load, port, True))
+        atropos.reset(port)
+
+    def _add(self, name: str, measured: Future[Flow]) -> None:
+        flow = measured.result()
+        self.flows.setdefault(name, []).append(flow)
+        say(f"  {name}: {flow.per_second:,.0f} samples/s")
+
+    def _load(self, run_id: str, alpha: float) -> Load:
+        pids = {"sample_buffer": self._buffer.pid, "valkey": self._valkey.pid}
+        return make_load(self._options, run_id, self._buffer.address, pids, alpha)
+
+
+def make_load(
+    options: argparse.Namespace, run_id: str, address: str, pids: Mapping[str, int], alpha: float = 0.0
+) -> Load:
+    return Load(
+        address=address,
+        run_id=run_id,
+        steps=options.batches,
+        batch_groups=options.batch_groups,
+        group_size=options.group_size,
+        alpha=alpha,
+        size=Size(tokens=options.tokens),
+        calls=options.calls,
+        call_samples=options.call_samples,
+        linger_seconds=options.linger_ms / 1000,
+        pids=pids,
+    )
 
 
 def client() -> ProcessPoolExecutor:
@@ -100,110 +192,34 @@ def client() -> ProcessPoolExecutor:
     return ProcessPoolExecutor(max_workers=1, mp_context=multiprocessing.get_context("spawn"))
 
 
-class Bench:
-    """The parts that share a Valkey and a sample_buffer."""
+def restarts(options: argparse.Namespace, folder: Path) -> Figures:
+    """How long a restart reads a journal without a snapshot, and one with snapshots as they are set by default."""
+    default: int = SampleBufferConfig.model_fields["snapshot_every_events"].default
+    whole = restart(options, folder / "whole", options.replay_events, replay.NEVER)
+    bounded = restart(options, folder / "bounded", min(options.replay_events, round(1.9 * default)), default)
+    return {
+        "replay_events": whole.events,
+        "replay_s": round(whole.seconds, 2),
+        "replay_s_per_million": round(whole.seconds / whole.events * 1e6, 2),
+        "replay_rss_mb": round(whole.rss_mb),
+        "restart_events": bounded.events,
+        "restart_s": round(bounded.start_seconds, 2),
+        "restart_rss_mb": round(bounded.rss_mb),
+    }
 
-    def __init__(
-        self,
-        options: argparse.Namespace,
-        valkey: servers.Valkey,
-        buffer: servers.Buffer,
-        first: ProcessPoolExecutor,
-        second: ProcessPoolExecutor,
-    ) -> None:
-        self._options = options
-        self._valkey = valkey
-        self._buffer = buffer
-        self._first = first
-        self._second = second
 
-    def _load(self, run_id: str, alpha: float) -> Load:
-        options = self._options
-        return Load(
-            address=self._buffer.address,
-            run_id=run_id,
-            steps=options.batches,
-            batch_groups=options.batch_groups,
-            group_size=options.group_size,
-            alpha=alpha,
-            size=Size(tokens=options.tokens),
-            calls=options.calls,
-            call_samples=options.call_samples,
-            linger_seconds=options.linger_ms / 1000,
-            pids={"sample_buffer": self._buffer.pid, "valkey": self._valkey.pid},
-        )
-
-    def throughput(self) -> Figures:
-        """Put everything, then take everything, and the raw baseline beside it, in each round."""
-        puts: list[Flow] = []
-        takes: list[Flow] = []
-        raws: list[Flow] = []
-        commits: list[float] = []
-        for number in range(self._options.rounds):
-            load = self._load(f"put-{number}", alpha=self._options.batches)
-            before = servers.appends(self._valkey)
-            puts.append(self._first.submit(clients.put, load, float("inf")).result())
-            appends = servers.appends(self._valkey) - before
-            commits.append(load.samples / appends)
-            say(f"round {number + 1}: put {puts[-1].per_second:,.0f} samples/s")
-            takes.append(self._second.submit(clients.take, load).result())
-            say(f"round {number + 1}: take {takes[-1].per_second:,.0f} samples/s")
-            if "raw_redis" not in self._options.skip:
-                raws.append(self._first.submit(raw_redis.write, load, self._valkey.url, round(commits[-1])).result())
-                say(f"round {number + 1}: raw Redis {raws[-1].per_second:,.0f} samples/s")
-        put_per_s = median(flow.per_second for flow in puts)
-        figures: Figures = {
-            "put_per_s": round(put_per_s),
-            "take_per_s": round(median(flow.per_second for flow in takes)),
-            "batch_256_ms": milliseconds([flow.latencies for flow in takes], 0.5),
-            "commit_samples": round(median(commits), 1),
-            "put_cpu_s_per_thousand": cpu_per_thousand(puts),
-            "take_cpu_s_per_thousand": cpu_per_thousand(takes),
-        }
-        if raws:
-            raw_per_s = median(flow.per_second for flow in raws)
-            figures |= {
-                "raw_redis_per_s": round(raw_per_s),
-                "vs_raw_redis": round(put_per_s / raw_per_s, 3),
-                "raw_redis_cpu_s_per_thousand": cpu_per_thousand(raws),
-            }
-        return figures
-
-    def latency(self) -> Figures:
-        """Put at the offered rate."""
-        flows: list[Flow] = []
-        for number in range(self._options.rounds):
-            load = self._load(f"paced-{number}", alpha=self._options.batches)
-            flows.append(self._first.submit(clients.put, load, self._options.rate).result())
-            say(f"round {number + 1}: {flows[-1].per_second:,.0f} samples/s at {self._options.rate:,.0f} offered")
-            self._second.submit(clients.take, load).result()
-        latencies = [flow.latencies for flow in flows]
-        return {
-            "offered_per_s": self._options.rate,
-            "achieved_per_s": round(median(flow.per_second for flow in flows)),
-            "put_p50_ms": milliseconds(latencies, 0.5),
-            "put_p99_ms": milliseconds(latencies, 0.99),
-            "paced_cpu_s_per_thousand": cpu_per_thousand(flows),
-        }
-
-    def cycle(self) -> Figures:
-        """Put and take at once, two batches ahead."""
-        takes: list[Flow] = []
-        puts: list[Flow] = []
-        for number in range(self._options.rounds):
-            load = self._load(f"cycle-{number}", alpha=2.0)
-            workers = self._first.submit(clients.cycle, load)
-            takes.append(self._second.submit(clients.take, load).result())
-            puts.append(workers.result())
-            say(f"round {number + 1}: cycle {takes[-1].per_second:,.0f} samples/s")
-        return {
-            "cycle_per_s": round(median(flow.per_second for flow in takes)),
-            "cycle_cpu_s_per_thousand": {
-                **cpu_per_thousand(takes),
-                "client": cpu_per_thousand(puts)["client"],
-                "trainer": cpu_per_thousand(takes)["client"],
-            },
-        }
+def restart(options: argparse.Namespace, folder: Path, events: int, snapshot_every_events: int) -> servers.Restart:
+    """Write a journal of short trajectories, then start a sample_buffer on it."""
+    folder.mkdir()
+    with servers.valkey(folder, options.appendfsync) as valkey:
+        load = replace(make_load(options, "replay", "", {}), steps=10**6, batch_groups=128, size=Size(tokens=4))
+        with client() as writer:
+            began = time.monotonic()
+            written = writer.submit(replay.write, load, valkey.url, events, snapshot_every_events).result()
+            say(f"replay: {written:,} events written in {time.monotonic() - began:.1f} s; starting a sample_buffer ...")
+        flags = ("--sample_buffer.snapshot_every_events", str(snapshot_every_events))
+        with servers.buffer(folder, valkey.url, *flags) as buffer:
+            return buffer.restart()
 
 
 def say(line: str) -> None:

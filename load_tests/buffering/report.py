@@ -9,19 +9,50 @@ from load_tests.buffering.clients import Flow
 Figures = dict[str, object]
 
 
-def quantile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least `share` of all values do not exceed."""
-    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+def figures(flows: Mapping[str, Sequence[Flow]]) -> Figures:
+    """What was measured, by name, a flow for each round."""
+    made: Figures = {f"{name}_per_s": round(median(flow.per_second for flow in some)) for name, some in flows.items()}
+    made["batch_256_ms"] = milliseconds(flows["take"], 0.5)
+    if "paced" in flows:
+        made["put_p50_ms"] = milliseconds(flows["paced"], 0.5)
+        made["put_p99_ms"] = milliseconds(flows["paced"], 0.99)
+    if "raw_redis" in flows:
+        made["vs_raw_redis"] = ratio(flows["put"], flows["raw_redis"])
+    if "atropos_put" in flows:
+        made["atropos_batch_256_ms"] = milliseconds(flows["atropos_take"], 0.5)
+        made["vs_atropos"] = ratio(flows["put"], flows["atropos_put"])
+        made["vs_atropos_take"] = ratio(flows["take"], flows["atropos_take"])
+        made["vs_atropos_cpu"] = cpu_ratio(flows["put"], flows["atropos_put"])
+    return made | {f"{name}_cpu_s_per_thousand": cpu_per_thousand(some) for name, some in flows.items()}
 
 
-def milliseconds(rounds: Sequence[Sequence[float]], share: float) -> float:
+def milliseconds(rounds: Sequence[Flow], share: float) -> float:
     """The median over the rounds of one quantile of their latencies."""
-    return round(1000 * median(quantile(latencies, share) for latencies in rounds), 2)
+    return round(1000 * median(quantile(flow.latencies, share) for flow in rounds), 2)
+
+
+def ratio(ours: Sequence[Flow], theirs: Sequence[Flow]) -> float:
+    """The median over the rounds of how much faster ours are."""
+    return round(median(our.per_second / their.per_second for our, their in zip(ours, theirs, strict=True)), 3)
+
+
+def cpu_ratio(ours: Sequence[Flow], theirs: Sequence[Flow]) -> float:
+    """The median over the rounds of how much less CPU time our servers need. A busy machine changes it little."""
+
+    def spent(flow: Flow) -> float:
+        return sum(seconds for name, seconds in flow.cpu.items() if name != "client") / flow.samples
+
+    return round(median(spent(their) / spent(our) for our, their in zip(ours, theirs, strict=True)), 2)
 
 
 def cpu_per_thousand(flows: Sequence[Flow]) -> dict[str, float]:
     """CPU seconds of each process for a thousand samples."""
     return {name: round(median(1000 * flow.cpu[name] / flow.samples for flow in flows), 4) for name in flows[0].cpu}
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least `share` of all values do not exceed."""
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
 def table(figures: Mapping[str, object]) -> str:

@@ -22,7 +22,7 @@ from rollfarm.valkey import valkey_answers, valkey_command
 
 ROOT = Path(__file__).parents[2]
 
-START_SECONDS = 120.0
+START_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
@@ -43,14 +43,26 @@ class Buffer:
     start_seconds: float
     """From the start of the process until it served."""
 
-    def logged(self, event: str) -> dict[str, object]:
-        """The newest line of its log that says `event`."""
+    def restart(self) -> "Restart":
+        """What reading its journal took, by its own log."""
         lines = [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")]
-        return next(line for line in reversed(lines) if line["event"] == event)
+        opened = next(line for line in lines if line["event"] == "journal open")
+        rss = psutil.Process(self.pid).memory_info().rss
+        return Restart(opened["events"], opened["seconds"], self.start_seconds, rss / 1e6)
 
-    @property
-    def rss_mb(self) -> float:
-        return psutil.Process(self.pid).memory_info().rss / 1e6
+
+@dataclass(frozen=True)
+class Restart:
+    """A journal was read."""
+
+    events: int
+    """Since the snapshot."""
+    seconds: float
+    """For reading it."""
+    start_seconds: float
+    """From the start of the process until it served."""
+    rss_mb: float
+    """Resident memory after it."""
 
 
 @contextmanager
@@ -59,42 +71,41 @@ def valkey(folder: Path, appendfsync: str) -> Iterator[Valkey]:
     path = folder / "v.sock"
     command = valkey_command(folder / "data", path)
     command[command.index("--appendfsync") + 1] = appendfsync
-    with (folder / "valkey.log").open("ab") as log, _child(command, log=log.fileno()) as child:
-        _wait_for(lambda: asyncio.run(valkey_answers(path)), child, "Valkey", folder / "valkey.log")
-        yield Valkey(f"unix://{path}", child.pid)
+    with serving(command, folder / "valkey.log", lambda: asyncio.run(valkey_answers(path))) as pid:
+        yield Valkey(f"unix://{path}", pid)
 
 
 @contextmanager
 def buffer(folder: Path, journal: str, *flags: str) -> Iterator[Buffer]:
     """`python -m sample_buffer` until the block ends."""
-    address = f"127.0.0.1:{_free_port()}"
+    address = f"127.0.0.1:{free_port()}"
     path = folder / "sample_buffer.log"
     command = [sys.executable, "-m", "sample_buffer", "--sample_buffer.listen.port", address.rpartition(":")[2]]
     command += ["--sample_buffer.journal", journal, "--sample_buffer.telemetry.log_format", "json", *flags]
     began = time.monotonic()
-    with path.open("wb") as log, _child(command, log=log.fileno()) as child:
-        _wait_for(lambda: asyncio.run(rpc.is_serving(address, timeout=0.5)), child, "sample_buffer", path)
-        yield Buffer(address, child.pid, path, time.monotonic() - began)
+    with serving(command, path, lambda: asyncio.run(rpc.is_serving(address, timeout=0.5))) as pid:
+        yield Buffer(address, pid, path, time.monotonic() - began)
 
 
 @contextmanager
-def _child(command: list[str], *, log: int) -> Iterator[subprocess.Popen[bytes]]:
-    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log) as child:
+def serving(command: list[str], log: Path, answers: Callable[[], bool]) -> Iterator[int]:
+    """The id of the command's process, from its first answer until the block ends."""
+    end = time.monotonic() + START_SECONDS
+    with (
+        log.open("wb") as file,
+        subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=file, stderr=file) as child,
+    ):
         try:
-            yield child
+            while not answers():
+                if child.poll() is not None or time.monotonic() > end:
+                    raise SystemExit(f"{command[0]} does not answer. Its log ends with:\n{log.read_text()[-2000:]}")
+                time.sleep(0.02)
+            yield child.pid
         finally:
             child.kill()
 
 
-def _wait_for(answers: Callable[[], bool], child: subprocess.Popen[bytes], name: str, log: Path) -> None:
-    end = time.monotonic() + START_SECONDS
-    while not answers():
-        if child.poll() is not None or time.monotonic() > end:
-            raise SystemExit(f"{name} does not answer. Its log ({log}) ends with:\n{log.read_text()[-2000:]}")
-        time.sleep(0.02)
-
-
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -104,7 +115,7 @@ def appends(server: Valkey) -> int:
     """Group commits that the server has made so far."""
     with Redis.from_url(server.url) as redis:
         stats = cast(dict[str, dict[str, int]], redis.info("commandstats"))
-    return sum(stats.get(f"cmdstat_{name}", {}).get("calls", 0) for name in ("eval", "evalsha"))
+    return sum(stats.get(f"cmdstat_{name}", {}).get("calls", 0) for name in ("eval", "evalsha", "fcall", "exec"))
 
 
 def filesystem(folder: Path) -> str:
