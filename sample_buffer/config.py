@@ -44,8 +44,8 @@ class SampleBufferConfig(Config):
     """Answers kept for callers that repeat a call. It must outlast their retries: calls a second times seconds."""
 
     max_trajectory_bytes: int = Field(default=16 * 1024 * 1024, ge=1, le=48 * 1024 * 1024)
-    """A larger trajectory is refused as TRAJECTORY_TOO_LARGE. A token costs 8 bytes, an image its own. One must fit into
-    a message, which ends at 64 MiB."""
+    """A larger trajectory is refused as TRAJECTORY_TOO_LARGE. A token costs 8 bytes, an image its own. It must fit into
+    one message, and that ends at 64 MiB."""
 
     @field_validator("journal")
     @classmethod

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from statistics import fmean
-from typing import Any, cast
+from typing import Any
 
 from rollfarm.v1 import sample_buffer_pb2, trajectory_pb2
 from sample_buffer import events, lengths, tasks
@@ -32,6 +32,9 @@ from sample_buffer.state import (
 )
 
 ACCEPTED = sample_buffer_pb2.DISPOSITION_ACCEPTED
+
+OUTCOMES = {int(value): name for name, value in trajectory_pb2.Outcome.items()}
+"""Their names."""
 
 Key = tuple[int, int]
 
@@ -196,13 +199,12 @@ class Fold:
 
     def _accept(self, lease: Lease, event: events.Completed) -> None:
         state = self.state
-        member = self.member(lease.validation_id, lease.index, lease.member)
+        member = self._move(lease, "done")
         member.trajectory_id = event.trajectory_id
         member.outcome = event.outcome
         member.reward = event.reward
         member.oldest_version = event.oldest_version
         member.token_count = event.token_count
-        self._move(lease, "done")
         if lease.validation_id:
             validation = state.validations[lease.validation_id]
             _add(validation.sums[validation.domains[lease.index]], event.reward, event.metrics)
@@ -211,12 +213,12 @@ class Fold:
         _count(state.accepted_lengths, lengths.rounded(event.token_count))
         state.finished[event.trajectory_id] = (state.finished_count, lease.index, lease.member)
         state.finished_count += 1
-        self._note_lease(lease, event.at, "completed", trajectory_pb2.Outcome.Name(cast(Any, event.outcome)))
+        self._note_lease(lease, event.at, "completed", OUTCOMES[event.outcome])
 
     def _failed(self, event: events.Failed) -> None:
         lease = self._end(event.lease_id, "failed")
         _count(self.state.outcomes, event.outcome)
-        detail = f"{trajectory_pb2.Outcome.Name(cast(Any, event.outcome))}: {event.detail}"
+        detail = f"{OUTCOMES[event.outcome]}: {event.detail}"
         self._note_lease(lease, event.at, "failed", detail)
         if event.outcome != trajectory_pb2.OUTCOME_CANCELLED:
             self._count_failure(lease)
@@ -333,7 +335,6 @@ class Fold:
     def _end(self, lease_id: str, ending: Ending) -> Lease:
         self.expiry.pop(lease_id, None)
         self.state.ended[lease_id] = ending
-        self._forget_requests()
         return self.state.leases.pop(lease_id)
 
     def _task(self, validation_id: str, index: int) -> tuple[int, int]:
@@ -343,12 +344,13 @@ class Fold:
         group = self.state.groups[index]
         return group.domain, group.task_index
 
-    def _move(self, lease: Lease, stage: MemberStage) -> None:
+    def _move(self, lease: Lease, stage: MemberStage) -> Member:
         member = self.member(lease.validation_id, lease.index, lease.member)
         if lease.validation_id:
             member.stage = stage
         else:
             self._move_member(member, stage)
+        return member
 
     def _move_member(self, member: Member, stage: MemberStage) -> None:
         self.episodes[member.stage] -= 1

@@ -6,7 +6,7 @@ groups plus `charged`; a member is on at most one lease, and `leases` holds exac
 
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pydantic import ConfigDict, TypeAdapter, with_config
 
@@ -37,8 +37,7 @@ IDLE = Limits(retained_trajectories=0, remembered_requests=100, kept_validations
 """The bounds of a run while another is the current one: it keeps its counts, and what it needs to go on."""
 
 
-@dataclass(frozen=True, slots=True)
-class Lease:
+class Lease(NamedTuple):
     """An episode on loan."""
 
     lease_id: str
@@ -58,8 +57,7 @@ class Lease:
     """Position of the task in its domain."""
 
 
-@dataclass(frozen=True, slots=True)
-class Note:
+class Note(NamedTuple):
     """One line of a group's history."""
 
     at: float
