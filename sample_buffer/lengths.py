@@ -42,4 +42,6 @@ def quartiles(finished: Histogram, dropped: Mapping[str, Histogram]) -> list[sam
                     if part := lost * high // count - lost * low // count:
                         quarter.dropped_counts[reason] += part
         begin += count
+    for quarter, shorter in zip(quarters[1:], quarters, strict=False):
+        quarter.max_token_count = max(quarter.max_token_count, shorter.max_token_count)  # one may be empty
     return quarters
