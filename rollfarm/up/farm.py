@@ -122,8 +122,7 @@ def plan(farm: FarmRoot, *, sockets: Path, environ: Mapping[str, str], python: s
     if farm.model.create is not None and (not farm.model.is_there or farm.model.is_outdated):
         specs.append(builder.create_model())
     specs.append(builder.service("reward_gateway"))
-    journal = {"journal": f"unix://{sockets / 'valkey.sock'}"} if embedded else {}
-    specs.append(builder.service("sample_buffer", flags=journal))
+    specs.append(builder.sample_buffer(sockets if embedded else None))
     specs += [
         builder.service("engine", number=number, count=up.engines, module="llm_proxy.engine")
         for number in range(up.engines)
@@ -156,6 +155,14 @@ class _Builder:
         socket = sockets / "valkey.sock"
         argv = (self._python, "-m", "rollfarm.up.leash", str(self._farm.run.path / "valkey"), str(socket))
         return ProcessSpec("valkey", argv, stage=0, env=self._env, socket=socket)
+
+    def sample_buffer(self, sockets: Path | None) -> ProcessSpec:
+        """`sockets` is where our Valkey is. When both die at once it may come back later: wait for it."""
+        if sockets is None:
+            return self.service("sample_buffer")
+        journal = f"unix://{sockets / 'valkey.sock'}"
+        wait = str(self._farm.up.start_seconds)
+        return self.service("sample_buffer", flags={"journal": journal, "connect_seconds": wait})
 
     def create_model(self) -> ProcessSpec:
         argv = (self._python, "-m", "trainer.create_model", self._config)

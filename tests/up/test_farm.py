@@ -91,6 +91,12 @@ def test_one_rank_is_an_ordinary_process(farm_file) -> None:
     assert "RANK" not in planned(farm_file).specs[-1].env
 
 
+def test_a_ledger_waits_for_the_store_that_died_with_it(farm_file) -> None:
+    farm = planned(farm_file, "--up.start_seconds", "90", "--sample_buffer.connect_seconds", "5")
+
+    assert float(flag(farm.specs[3].argv, "--sample_buffer.connect_seconds")) == 90
+
+
 def test_a_journal_elsewhere_needs_no_store(farm_file) -> None:
     farm = planned(farm_file, "--sample_buffer.journal", "redis://db:6379")
 
