@@ -53,7 +53,7 @@ def test_the_demo_learns_with_separate_services_that_talk_through_sockets_alone(
     assert status == 0
     assert summary["reward_after"] - summary["reward_before"] >= 0.3
     assert summary["max_staleness"] == 1
-    assert summary["samples"] == summary["steps"] * 4 * 8
+    assert summary["samples"] == summary["steps"] * 8 * 8
     _assert_run_folder(farm.run, summary)
 
 
