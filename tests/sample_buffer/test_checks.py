@@ -1,21 +1,36 @@
-"""Every bad input that the ledger refuses, one test each."""
+"""Every bad input that the ledger refuses, one test each: a typed error with a remedy, and nothing has changed."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 
-from rollfarm.errors import InvalidArgument, InvalidTrajectory, RunMismatch
+from rollfarm.errors import FarmError, InvalidArgument, InvalidTrajectory, LeaseExpired, RunMismatch, UnknownRun
 from rollfarm.run import FilterConfig
 from rollfarm.tokens import pack_ids, pack_logprobs
 from rollfarm.v1 import sample_buffer_pb2 as pb
 from rollfarm.v1 import trajectory_pb2 as tp
 from sample_buffer import views
+from sample_buffer.runs import Runs
 from tests.sample_buffer.support import complete, lease, make_groups, make_runs, make_spec, play, request_id
+
+
+@contextmanager
+def refused(runs: Runs, error: type[FarmError], message: str) -> Iterator[pytest.ExceptionInfo[FarmError]]:
+    """The block ends in this error, which names its remedy, and the runs are as before."""
+    before, decided = runs.dump(), len(runs.outbox)
+    with pytest.raises(error, match=message) as caught:
+        yield caught
+    assert error.remedy
+    assert error.remedy in str(caught.value)
+    assert (runs.dump(), len(runs.outbox)) == (before, decided)
+
 
 BREAK_TRAJECTORY: dict[str, tuple[Callable[[tp.Trajectory], object], str]] = {
     "a NaN reward": (lambda t: setattr(t, "reward", math.nan), "reward is nan"),
     "an infinite reward": (lambda t: setattr(t, "reward", math.inf), "reward is inf"),
+    "a reward of minus infinity": (lambda t: setattr(t, "reward", -math.inf), "reward is -inf"),
     "no reward": (lambda t: t.ClearField("reward"), "reward is unset"),
     "no id": (lambda t: t.ClearField("trajectory_id"), "trajectory_id is empty"),
     "another run": (lambda t: setattr(t, "run_id", "other"), "run_id"),
@@ -23,8 +38,11 @@ BREAK_TRAJECTORY: dict[str, tuple[Callable[[tp.Trajectory], object], str]] = {
     "another member": (lambda t: setattr(t, "member", 1), "member"),
     "a failed outcome": (lambda t: setattr(t, "outcome", tp.OUTCOME_ABORTED), "OUTCOME_OK"),
     "too few log-probs": (lambda t: setattr(t.turns[1], "logprobs", pack_logprobs([0.0])), "3 tokens and 1 log-probs"),
+    "too many log-probs": (lambda t: setattr(t.turns[1], "logprobs", pack_logprobs([0.0] * 4)), "and 4 log-probs"),
+    "no log-probs": (lambda t: t.turns[1].ClearField("logprobs"), "3 tokens and 0 log-probs"),
     "half a token": (lambda t: setattr(t.turns[1], "token_ids", b"abc"), "whole int32s"),
     "a NaN log-prob": (lambda t: setattr(t.turns[1], "logprobs", pack_logprobs([0, math.nan, 0])), "not finite"),
+    "an infinite log-prob": (lambda t: setattr(t.turns[1], "logprobs", pack_logprobs([0, -math.inf, 0])), "not finite"),
     "too short spans": (lambda t: setattr(t.turns[1].version_spans[0], "token_count", 2), "do not sum"),
     "an empty span": (lambda t: t.turns[1].version_spans.add(policy_version=0), "is empty"),
     "log-probs of the environment": (
@@ -40,12 +58,13 @@ BREAK_TRAJECTORY: dict[str, tuple[Callable[[tp.Trajectory], object], str]] = {
 @pytest.mark.parametrize("name", BREAK_TRAJECTORY)
 def test_a_trajectory_is_refused_and_its_lease_stays(name: str) -> None:
     spoil, message = BREAK_TRAJECTORY[name]
-    groups = make_groups(make_spec())
+    runs = make_runs(make_spec())
+    groups = runs.run("")
     (held,) = lease(groups, 1)
     trajectory = play(views.episode_lease(groups, held).episode)
     spoil(trajectory)
 
-    with pytest.raises(InvalidTrajectory, match=message):
+    with refused(runs, InvalidTrajectory, message):
         groups.complete(request_id(), held.lease_id, trajectory, 0.0)
 
     assert held.lease_id in groups.state.leases
@@ -62,13 +81,14 @@ def test_an_episode_without_a_policy_token_is_taken_as_of_its_lease() -> None:
 
 
 def test_a_trajectory_id_is_used_once() -> None:
-    groups = make_groups(make_spec())
+    runs = make_runs(make_spec())
+    groups = runs.run("")
     first, second = lease(groups, 2)
     trajectory = play(views.episode_lease(groups, second).episode)
     trajectory.trajectory_id = "run-g0.0.1"
     complete(groups, first)
 
-    with pytest.raises(InvalidTrajectory, match="handed in before"):
+    with refused(runs, InvalidTrajectory, "'run-g0.0.1' was handed in before"):
         groups.complete(request_id(), second.lease_id, trajectory, 0.0)
 
 
@@ -119,8 +139,58 @@ def test_a_spec_is_refused(name: str) -> None:
     spec = make_spec()
     spoil(spec)
 
-    with pytest.raises(InvalidArgument, match=message):
+    with refused(runs, InvalidArgument, message):
         runs.configure(request_id(), "trainer", spec, "other", 0.0)
+
+
+def test_a_run_that_nobody_configured_is_unknown() -> None:
+    runs = make_runs(make_spec())
+
+    with refused(runs, UnknownRun, "There is no run 'rum'"):
+        runs.of_trainer("rum", "trainer")
+
+
+def test_a_lease_that_expired_brings_nothing_in() -> None:
+    runs = make_runs(make_spec(lease_seconds=10))
+    groups = runs.run("")
+    (held,) = lease(groups, 1)
+    groups.tick(10.0)
+
+    with refused(runs, LeaseExpired, "Lease nonce-0 is not out"):
+        complete(groups, held, now=11.0)
+    with refused(runs, LeaseExpired, "Lease nonce-0 is not out"):
+        groups.fail(request_id(), held.lease_id, tp.OUTCOME_ENV_FAILED, "too late", 11.0)
+
+
+def test_a_lease_that_never_was_brings_nothing_in() -> None:
+    runs = make_runs(make_spec())
+
+    with refused(runs, LeaseExpired, "'elsewhere-0' is not out"):
+        runs.of_lease("elsewhere-0")
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("group_size", 3),
+        ("batch_groups", 3),
+        ("alpha", 2.0),
+        ("redundant_members", 1),
+        ("redundant_groups", 1),
+        ("max_attempts", 1),
+        ("seed", 8),
+    ],
+)
+def test_a_run_that_exists_is_not_found_with_another_setting(setting: str, value: float) -> None:
+    runs = make_runs(make_spec())
+    lease(runs.run(""), 1)
+    spec = make_spec()
+    setattr(spec, setting, value)
+
+    with refused(runs, RunMismatch, f"'run' exists with another {setting}") as caught:
+        runs.configure(request_id(), "trainer", spec, "other", 0.0)
+
+    assert caught.value.facts == {"run_id": "run", "fields": setting}
 
 
 def test_a_run_that_exists_is_found_and_only_its_step_count_may_change() -> None:
@@ -129,11 +199,10 @@ def test_a_run_that_exists_is_found_and_only_its_step_count_may_change() -> None
     found, groups = runs.configure(request_id(), "trainer", make_spec(steps=9), "other", 0.0)
 
     assert (found, groups.spec.step_count, groups.state.nonce) == (False, 9, "nonce")
-    with pytest.raises(RunMismatch, match="another alpha, filters") as refused:
+    with refused(runs, RunMismatch, "another alpha, filters"):
         runs.configure(
             request_id(), "trainer", make_spec(alpha=2.0, filters=[FilterConfig(name="difficulty")]), "other", 0.0
         )
-    assert refused.value.facts["fields"] == "alpha,filters"
 
 
 def test_a_second_run_becomes_the_current_one_and_the_first_is_still_there() -> None:
