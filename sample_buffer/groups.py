@@ -281,7 +281,7 @@ class Groups:
         indexes = [index for _, index in oldest_first[: self.spec.batch_groups]]
         self._emit(events.Taken(now, state.run_id, step, indexes))
         if self.fold.bound == 0 or step + 1 == self.spec.step_count:
-            for group in [*self.fold.open.values(), *self.fold.ready.values()]:
+            for group in self._outstanding():
                 self._drop(group, REDUNDANT, "left over at the take", now)
         return state.batches[step], False
 
@@ -327,12 +327,15 @@ class Groups:
         return len(groups)
 
     def _stale_groups(self, oldest: int) -> list[int]:
-        outstanding = [*self.fold.open.values(), *self.fold.ready.values()]
         return [
             group.index
-            for group in outstanding
-            if any(member.stage == "done" and member.oldest_version < oldest for member in group.members)
+            for group in self._outstanding()
+            if any(member.oldest_version < oldest for member in group.done())
         ]
+
+    def _outstanding(self) -> list[Group]:
+        """Groups that are open or ready, by index."""
+        return sorted([*self.fold.open.values(), *self.fold.ready.values()], key=lambda group: group.index)
 
     # Validation.
 
@@ -341,6 +344,8 @@ class Groups:
         checks.require(request_id=request_id, validation_id=validation_id)
         if episode_count < 1:
             raise InvalidArgument(f"episode_count is {episode_count}; it is at least 1.", episode_count=episode_count)
+        if f"validate/{request_id}" in self.state.answers:
+            return
         known = self.state.validations.get(validation_id)
         if known is None:
             self._emit(events.ValidationStarted(now, self.state.run_id, request_id, validation_id, episode_count))

@@ -388,6 +388,19 @@ def test_a_repeated_request_gets_its_first_answer() -> None:
     assert groups.lease("one", "worker", 1, [], 9.0) == first
 
 
+def test_a_repeated_request_for_a_validation_that_is_forgotten_does_not_begin_it_again() -> None:
+    groups = make_groups(make_spec())
+    for number in range(groups.fold.limits.kept_validations + 1):
+        groups.start_validation(f"request {number}", f"v{number}", 1, 0.0)
+        complete(groups, lease(groups, 1)[0])
+    groups.start_validation("one more", "v99", 1, 0.0)
+
+    groups.start_validation("request 0", "v0", 1, 0.0)
+
+    assert "v0" not in groups.state.validations
+    assert groups.state.validation_count == groups.fold.limits.kept_validations + 2
+
+
 def test_only_so_many_answers_are_remembered() -> None:
     groups = make_groups(make_spec(alpha=9.0), remembered=3)
 
