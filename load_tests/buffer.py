@@ -16,13 +16,12 @@ import platform
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import ExitStack
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import median
-from typing import NoReturn, Self
+from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -91,72 +90,76 @@ def measure(options: argparse.Namespace, folder: Path) -> Figures:
         "tokens": options.tokens,
         "offered_per_s": options.rate,
     }
-    with Bench(options, folder) as bench:
+    with opened(options, folder) as bench:
         for number in range(options.rounds):
             say(f"round {number + 1} of {options.rounds}")
             bench.round(number)
-    figures |= report.figures(bench.flows) | {"commit_samples": round(median(bench.commit_samples), 1)}
+    figures |= report.figures(bench.flows)
     if "replay" not in options.skip:
         figures |= restarts(options, folder)
     return figures
 
 
+@contextmanager
+def opened(options: argparse.Namespace, folder: Path) -> Iterator["Bench"]:
+    """Every server and client process, until the block ends."""
+    with ExitStack() as stack:
+        valkey = stack.enter_context(servers.valkey(folder, options.appendfsync))
+        yield Bench(
+            options,
+            valkey,
+            stack.enter_context(servers.buffer(folder, valkey.url)),
+            None if "atropos" in options.skip else stack.enter_context(atropos.server(folder)),
+            stack.enter_context(client()),
+            stack.enter_context(client()),
+        )
+
+
+@dataclass
 class Bench:
-    """The servers and the two client processes, and what was measured so far. Use with `with`."""
+    """The servers, the client processes, and what was measured so far."""
 
-    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
-        self._options = options
-        self._folder = folder
-        self._open = ExitStack()
-        self.flows: dict[str, list[Flow]] = {}
-        self.commit_samples: list[float] = []
-
-    def __enter__(self) -> Self:
-        self._valkey = self._open.enter_context(servers.valkey(self._folder, self._options.appendfsync))
-        self._buffer = self._open.enter_context(servers.buffer(self._folder, self._valkey.url))
-        self._atropos = None
-        if "atropos" not in self._options.skip:
-            self._atropos = self._open.enter_context(atropos.server(self._folder))
-        self._workers = self._open.enter_context(client())
-        self._trainer = self._open.enter_context(client())
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._open.close()
+    options: argparse.Namespace
+    valkey: servers.Valkey
+    buffer: servers.Buffer
+    atropos: tuple[int, int] | None
+    """Port and process id."""
+    workers: ProcessPoolExecutor
+    trainer: ProcessPoolExecutor
+    flows: dict[str, list[Flow]] = field(default_factory=dict[str, list[Flow]])
+    """By name, one for each round."""
 
     def round(self, number: int) -> None:
         """Every part once."""
-        self._throughput(self._load(f"put-{number}", alpha=self._options.batches))
-        if self._atropos is not None:
-            self._against_atropos(*self._atropos)
-        if "latency" not in self._options.skip:
-            load = self._load(f"paced-{number}", alpha=self._options.batches)
-            self._add("paced", self._workers.submit(clients.put, load, self._options.rate))
-            self._trainer.submit(clients.take, load).result()
-        if "cycle" not in self._options.skip:
+        self._throughput(self._load(f"put-{number}", alpha=self.options.batches))
+        if self.atropos is not None:
+            self._against_atropos(*self.atropos)
+        if "latency" not in self.options.skip:
+            load = self._load(f"paced-{number}", alpha=self.options.batches)
+            self._add("paced", self.workers.submit(clients.put, load, self.options.rate))
+            self.trainer.submit(clients.take, load).result()
+        if "cycle" not in self.options.skip:
             load = self._load(f"cycle-{number}", alpha=2.0)
-            handed_in = self._workers.submit(clients.cycle, load)
-            self._add("cycle", self._trainer.submit(clients.take, load))
+            handed_in = self.workers.submit(clients.cycle, load)
+            self._add("cycle", self.trainer.submit(clients.take, load))
             handed_in.result()
 
     def _throughput(self, load: Load) -> None:
         """Put everything, then take everything, then write the same straight to Valkey."""
-        before = servers.appends(self._valkey)
-        self._add("put", self._workers.submit(clients.put, load, float("inf")))
-        self.commit_samples.append(load.samples / (servers.appends(self._valkey) - before))
-        self._add("take", self._trainer.submit(clients.take, load))
-        if "raw_redis" not in self._options.skip:
-            commit = round(self.commit_samples[-1])
-            self._add("raw_redis", self._workers.submit(raw_redis.write, load, self._valkey.url, commit))
+        self._add("put", self.workers.submit(clients.put, load, float("inf")))
+        self._add("take", self.trainer.submit(clients.take, load))
+        if "raw_redis" not in self.options.skip:
+            commit = round(load.samples / self.flows["put"][-1].commits)
+            self._add("raw_redis", self.workers.submit(raw_redis.write, load, commit))
 
     def _against_atropos(self, port: int, pid: int) -> None:
-        """Atropos in its faster way, plain JSON, and in that of its own environments, compressed."""
-        load = make_load(self._options, "atropos", "", {"atropos": pid})
+        """Atropos with plain JSON, and compressed as its own environments send it."""
+        load = make_load(self.options, "atropos", {"atropos": pid})
         load = replace(load, steps=min(load.steps, ATROPOS_BATCHES))
-        self._add("atropos_put", self._workers.submit(atropos.put, load, port, False))
-        self._add("atropos_take", self._trainer.submit(atropos.take, load, port))
+        self._add("atropos_put", self.workers.submit(atropos.put, load, port, False))
+        self._add("atropos_take", self.trainer.submit(atropos.take, load, port))
         atropos.reset(port)
-        self._add("atropos_compressed_put", self._workers.submit(atropos.put, load, port, True))
+        self._add("atropos_compressed_put", self.workers.submit(atropos.put, load, port, True))
         atropos.reset(port)
 
     def _add(self, name: str, measured: Future[Flow]) -> None:
@@ -165,20 +168,21 @@ class Bench:
         say(f"  {name}: {flow.per_second:,.0f} samples/s")
 
     def _load(self, run_id: str, alpha: float) -> Load:
-        pids = {"sample_buffer": self._buffer.pid, "valkey": self._valkey.pid}
-        return make_load(self._options, run_id, self._buffer.address, pids, alpha)
+        pids = {"sample_buffer": self.buffer.pid, "valkey": self.valkey.pid}
+        load = make_load(self.options, run_id, pids)
+        return replace(load, address=self.buffer.address, journal=self.valkey.url, alpha=alpha)
 
 
-def make_load(
-    options: argparse.Namespace, run_id: str, address: str, pids: Mapping[str, int], alpha: float = 0.0
-) -> Load:
+def make_load(options: argparse.Namespace, run_id: str, pids: Mapping[str, int]) -> Load:
+    """A load of the chosen sizes, for no server yet."""
     return Load(
-        address=address,
+        address="",
+        journal="",
         run_id=run_id,
         steps=options.batches,
         batch_groups=options.batch_groups,
         group_size=options.group_size,
-        alpha=alpha,
+        alpha=0.0,
         size=Size(tokens=options.tokens),
         calls=options.calls,
         call_samples=options.call_samples,
@@ -212,7 +216,7 @@ def restart(options: argparse.Namespace, folder: Path, events: int, snapshot_eve
     """Write a journal of short trajectories, then start a sample_buffer on it."""
     folder.mkdir()
     with servers.valkey(folder, options.appendfsync) as valkey:
-        load = replace(make_load(options, "replay", "", {}), steps=10**6, batch_groups=128, size=Size(tokens=4))
+        load = replace(make_load(options, "replay", {}), steps=10**6, batch_groups=128, size=Size(tokens=4))
         with client() as writer:
             began = time.monotonic()
             written = writer.submit(replay.write, load, valkey.url, events, snapshot_every_events).result()

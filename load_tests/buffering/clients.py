@@ -8,12 +8,13 @@ import asyncio
 import time
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import psutil
 from grpc import aio
 
+from load_tests.buffering import servers
 from load_tests.buffering.samples import Size, completion, completions
 from rollfarm import rpc
 from rollfarm.run import DomainConfig, RunConfig
@@ -33,6 +34,8 @@ class Load:
     """A run of `steps` batches, and how its samples travel."""
 
     address: str
+    journal: str
+    """The URL of the Valkey behind it."""
     run_id: str
     steps: int
     batch_groups: int
@@ -79,6 +82,8 @@ class Flow:
     """Seconds: of each sample from hand-in to acknowledgement, or of each batch from the call to the parsed batch."""
     cpu: dict[str, float]
     """CPU seconds by process."""
+    commits: int = 0
+    """Group commits that made the samples durable."""
 
     @property
     def per_second(self) -> float:
@@ -165,6 +170,7 @@ async def _put(load: Load, rate: float) -> Flow:
 async def _send(load: Load, client: Client, requests: list[bytes], rate: float) -> Flow:
     slots = asyncio.Semaphore(load.calls)
     latencies: list[float] = []
+    commits = servers.commits(load.journal)
     clocks = Clocks(load.pids)
 
     async def send(first: int, end: int) -> None:
@@ -182,7 +188,8 @@ async def _send(load: Load, client: Client, requests: list[bytes], rate: float) 
             end = min(due(time.perf_counter() - clocks.began, rate, len(requests)), sent + load.call_samples)
             group.create_task(send(sent, end))
             sent = end
-    return clocks.flow(len(requests), latencies)
+    flow = clocks.flow(len(requests), latencies)
+    return replace(flow, commits=servers.commits(load.journal) - commits)
 
 
 async def _take(load: Load) -> Flow:

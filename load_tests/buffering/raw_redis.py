@@ -9,12 +9,12 @@ from load_tests.buffering.samples import trajectory
 from rollfarm.v1 import sample_buffer_pb2 as pb
 
 
-def write(load: Load, url: str, commit_samples: int) -> Flow:
+def write(load: Load, commit_samples: int) -> Flow:
     """Append each sample with a small event to a stream, `commit_samples` in a transaction, and forget them after."""
     episode = pb.Episode(run_id=load.run_id, group_id=f"{load.run_id}/0", policy_version=1)
     payload = trajectory(episode, load.size)
     event = b'["Completed",1700000000.0,"put","%s","%s",1,"%s",1,0.0,0,1024,{}]' % (b"r" * 36, b"l" * 16, b"t" * 32)
-    redis = Redis.from_url(url)
+    redis = Redis.from_url(load.journal)
     latencies: list[float] = []
     clocks = Clocks(load.pids)
     for first in range(0, load.samples, commit_samples):

@@ -111,9 +111,9 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def appends(server: Valkey) -> int:
-    """Group commits that the server has made so far."""
-    with Redis.from_url(server.url) as redis:
+def commits(journal: str) -> int:
+    """Scripts and transactions that the Valkey has run so far."""
+    with Redis.from_url(journal) as redis:
         stats = cast(dict[str, dict[str, int]], redis.info("commandstats"))
     return sum(stats.get(f"cmdstat_{name}", {}).get("calls", 0) for name in ("eval", "evalsha", "fcall", "exec"))
 

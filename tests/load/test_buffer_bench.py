@@ -34,7 +34,7 @@ KEYS = {
 
 
 def flow(samples: int, seconds: float, *, latencies: tuple[float, ...] = (0.0,), **cpu: float) -> Flow:
-    return Flow(samples, seconds, list(latencies), cpu)
+    return Flow(samples, seconds, list(latencies), cpu, commits=4)
 
 
 def lease(member: int) -> pb.EpisodeLease:
@@ -87,8 +87,22 @@ def test_figures_are_medians_and_ratios_are_of_one_round():
 
     assert (made["put_per_s"], made["raw_redis_per_s"]) == (50, 200)
     assert made["vs_raw_redis"] == 0.25  # of 1, 0.25 and 0.1
-    assert made["batch_256_ms"] == 20.0
+    assert (made["batch_256_ms"], made["commit_samples"]) == (20.0, 25)
     assert made["put_cpu_s_per_thousand"] == {"sample_buffer": 1.0}
+
+
+def test_atropos_counts_as_fast_as_its_faster_way():
+    rounds = {
+        "put": [flow(100, 1.0, sample_buffer=0.1, valkey=0.1, client=9.0)],
+        "take": [flow(100, 1.0)],
+        "atropos_put": [flow(100, 8.0, atropos=1.0)],
+        "atropos_compressed_put": [flow(100, 5.0, atropos=0.8)],
+        "atropos_take": [flow(100, 10.0)],
+    }
+
+    made = report.figures(rounds)
+
+    assert (made["vs_atropos"], made["vs_atropos_take"], made["vs_atropos_cpu"]) == (5.0, 10.0, 4.0)
 
 
 @pytest.mark.slow
