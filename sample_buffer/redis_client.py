@@ -69,11 +69,14 @@ def connect(url: RedisUrl, *, timeout_seconds: float) -> Client:
     return aioredis.Redis(host=host, port=port, **settings)
 
 
-def explain(error: Exception) -> str:
+def explain(error: BaseException) -> str:
     """What Redis said, and what to do about it."""
-    said = str(error)[:300] or type(error).__name__
-    word = said.removeprefix("ERR ").partition(" ")[0]
-    for kind, remedy in _REMEDIES.items():
-        if kind == word or (isinstance(kind, type) and isinstance(error, kind)):
-            return f"Redis refuses: {said.rstrip('.')}. {remedy}"
-    return f"The journal does not answer: {said.rstrip('.')}."
+    said = (str(error)[:300] or type(error).__name__).rstrip(".")
+    cause: BaseException | None = error
+    while cause is not None:  # redis-py wraps what happens while it connects
+        word = str(cause).removeprefix("ERR ").partition(" ")[0]
+        for kind, remedy in _REMEDIES.items():
+            if kind == word or (isinstance(kind, type) and isinstance(cause, kind)):
+                return f"Redis refuses: {said}. {remedy}"
+        cause = cause.__cause__
+    return f"The journal does not answer: {said}."

@@ -67,8 +67,8 @@ else
 end
 return redis.call('SET', KEYS[1], writer .. '/' .. attempt .. '/' .. tonumber(count) + 1)
 """
-"""KEYS fence, stream, payloads, snapshot. ARGV writer, which of its attempts this is, its records so far, events, snapshot or
-empty, payload count, (id, payload)..., garbage..."""
+"""KEYS fence, stream, payloads, snapshot. ARGV writer, which of its attempts this is, its records so far, events,
+snapshot or empty, payload count, (id, payload)..., garbage..."""
 
 _PAGE = 64
 """Records or payloads read at once at start."""

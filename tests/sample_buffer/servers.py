@@ -20,10 +20,10 @@ PRIMARY = "farm"
 
 
 @asynccontextmanager
-async def valkey(*flags: str) -> AsyncIterator[Valkey]:
-    """A Valkey in a folder whose path is short enough for a socket."""
-    with tempfile.TemporaryDirectory(prefix="rf") as folder:
-        server = Valkey(Path(folder), *flags)
+async def valkey(*flags: str, folder: Path | None = None) -> AsyncIterator[Valkey]:
+    """A Valkey in `folder`, or in one of its own; the path is short enough for a socket."""
+    with tempfile.TemporaryDirectory(prefix="rf") as own:
+        server = Valkey(folder or Path(own), *flags)
         await server.start()
         try:
             yield server
