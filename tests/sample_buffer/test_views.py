@@ -164,9 +164,23 @@ def test_a_batch_is_streamed_in_bounded_messages_of_the_stored_bytes() -> None:
     assert list(pb.LeaseBatchResponse.FromString(whole[0]).groups) == [g for part in parsed for g in part.groups]
 
 
-def test_a_group_larger_than_a_message_is_a_message_of_its_own() -> None:
-    groups = [wire.RawGroup(pb.Group(index=index), [b""]) for index in range(3)]
+def test_a_group_larger_than_a_message_goes_on_in_the_next() -> None:
+    stored = [tp.Trajectory(trajectory_id=f"{number}" * 50).SerializeToString() for number in range(5)]
+    groups = [wire.RawGroup(pb.Group(group_id="a"), stored[:3]), wire.RawGroup(pb.Group(group_id="b"), stored[3:])]
 
-    parts = [pb.LeaseBatchResponse.FromString(part) for part in wire.messages(pb.Batch(), groups, most_bytes=1)]
+    whole = pb.LeaseBatchResponse.FromString(*wire.messages(pb.Batch(), groups))
+    sizes = {most: [len(part) for part in wire.messages(pb.Batch(), groups, most_bytes=most)] for most in (1, 130, 200)}
+    parts = [pb.LeaseBatchResponse.FromString(part) for part in wire.messages(pb.Batch(), groups, most_bytes=130)]
 
-    assert [[group.index for group in part.groups] for part in parts] == [[0], [1], [2]]
+    assert [(group.group_id, len(group.trajectories)) for group in whole.groups] == [("a", 3), ("b", 2)]
+    assert [[(group.group_id, len(group.trajectories)) for group in part.groups] for part in parts] == [
+        [("a", 2)],
+        [("a", 1)],
+        [("b", 2)],
+    ]
+    assert [t for part in parts for group in part.groups for t in group.trajectories] == [
+        tp.Trajectory.FromString(each) for each in stored
+    ]
+    assert len(sizes[1]) == 5
+    assert max(sizes[130]) <= 130
+    assert max(sizes[200]) <= 200
