@@ -332,7 +332,8 @@ async def test_an_answer_that_waits_for_the_journal_is_refused_while_it_is_away(
         with valkey.stopped():
             flying = asyncio.create_task(served.refused(leases[0]))
             await asyncio.sleep(0.1)
-            ledger.execute(lambda runs: runs.heartbeat("worker", [leases[1].lease_id], ledger.now() + 5))
+            lost = leases[1].lease_id
+            ledger.execute(lambda runs: runs.of_lease(lost).fail("x", lost, tp.OUTCOME_ABORTED, "x", ledger.now()))
             await flying
 
             async with asyncio.timeout(AT_ONCE):
