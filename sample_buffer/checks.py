@@ -94,10 +94,10 @@ def check_same(old: sample_buffer_pb2.RunSpec, new: sample_buffer_pb2.RunSpec) -
 
 def check_trajectory(trajectory: trajectory_pb2.Trajectory, lease: Lease, run_id: str, *, newest_version: int) -> int:
     """The tokens that the policy wrote. Raises InvalidTrajectory unless it is what was leased, whole and scored."""
-    expected_group = lease.validation_id or tasks.group_id(run_id, lease.index)
+    expected_group = lease.validation_id or tasks.group_id(run_id, lease.position)
     _expect("run_id", trajectory.run_id, run_id)
     _expect("group_id", trajectory.group_id, expected_group)
-    _expect("member", trajectory.member, lease.index if lease.validation_id else lease.member)
+    _expect("member", trajectory.member, lease.position if lease.validation_id else lease.member)
     if not trajectory.trajectory_id:
         raise InvalidTrajectory("trajectory_id is empty.")
     if trajectory.outcome not in SCORED:

@@ -171,7 +171,7 @@ class Fold:
                 worker_id=event.worker_id,
                 at=event.at,
                 validation_id=validation_id,
-                index=index,
+                position=index,
                 member=number,
                 attempt=member.attempts,
                 version=state.version,
@@ -207,11 +207,11 @@ class Fold:
         member.token_count = event.token_count
         if lease.validation_id:
             validation = state.validations[lease.validation_id]
-            _add(validation.sums[validation.domains[lease.index]], event.reward, event.metrics)
+            _add(validation.sums[validation.domains[lease.position]], event.reward, event.metrics)
             return
         state.policy_tokens += event.token_count
         _count(state.accepted_lengths, lengths.rounded(event.token_count))
-        state.finished[event.trajectory_id] = (state.finished_count, lease.index, lease.member)
+        state.finished[event.trajectory_id] = (state.finished_count, lease.position, lease.member)
         state.finished_count += 1
         self._note_lease(lease, event.at, "completed", OUTCOMES[event.outcome])
 
@@ -345,7 +345,7 @@ class Fold:
         return group.domain, group.task_index
 
     def _move(self, lease: Lease, stage: MemberStage) -> Member:
-        member = self.member(lease.validation_id, lease.index, lease.member)
+        member = self.member(lease.validation_id, lease.position, lease.member)
         if lease.validation_id:
             member.stage = stage
         else:
@@ -358,7 +358,7 @@ class Fold:
         member.stage = stage
 
     def _count_failure(self, lease: Lease) -> None:
-        self.member(lease.validation_id, lease.index, lease.member).failures += 1
+        self.member(lease.validation_id, lease.position, lease.member).failures += 1
 
     def _retry_or_give_up(self, lease: Lease, retried: bool) -> None:
         if retried:
@@ -367,14 +367,14 @@ class Fold:
         self._move(lease, "failed")
         if lease.validation_id:
             validation = self.state.validations[lease.validation_id]
-            validation.sums[validation.domains[lease.index]].failed += 1
+            validation.sums[validation.domains[lease.position]].failed += 1
 
     def _retry(self, lease: Lease) -> None:
         self._move(lease, "pending")
         if lease.validation_id:
-            self._push_validation(self.state.validations[lease.validation_id], lease.index)
+            self._push_validation(self.state.validations[lease.validation_id], lease.position)
         else:
-            self._push(self.state.groups[lease.index], lease.member)
+            self._push(self.state.groups[lease.position], lease.member)
 
     def _cancel_rest(self, group: Group, at: float, ending: Ending) -> None:
         for member in group.members:
@@ -440,7 +440,7 @@ class Fold:
 
     def _note_lease(self, lease: Lease, at: float, event: str, detail: str = "") -> None:
         if not lease.validation_id:
-            group = self.state.groups[lease.index]
+            group = self.state.groups[lease.position]
             self._note(group, at, event, lease.member, lease.lease_id, lease.worker_id, detail)
 
     def _note(

@@ -168,7 +168,7 @@ class Groups:
             )
         )
         if not lease.validation_id and not stale:
-            self._settle(self.state.groups[lease.index], now)
+            self._settle(self.state.groups[lease.position], now)
         return disposition, not lease.validation_id and not stale
 
     def _late(self, lease_id: str) -> sample_buffer_pb2.Disposition.ValueType:
@@ -238,14 +238,14 @@ class Groups:
         return expired
 
     def _may_retry(self, lease: Lease, *, counted: bool) -> bool:
-        member = self.fold.member(lease.validation_id, lease.index, lease.member)
+        member = self.fold.member(lease.validation_id, lease.position, lease.member)
         return member.failures + counted < self.spec.max_attempts
 
     def _give_up(self, lease: Lease, detail: str, now: float) -> None:
         """Drops the group of a member that gave up, unless redundant members can still complete it."""
         if lease.validation_id:
             return
-        group = self.state.groups[lease.index]
+        group = self.state.groups[lease.position]
         alive = sum(member.stage != "failed" for member in group.members)
         if alive < self.spec.group_size:
             self._drop(group, FAILED, detail, now)
@@ -321,7 +321,7 @@ class Groups:
         leases = [
             lease.lease_id
             for lease in state.leases.values()
-            if lease.version < oldest and not lease.validation_id and lease.index not in stale
+            if lease.version < oldest and not lease.validation_id and lease.position not in stale
         ]
         self._emit(events.Published(now, state.run_id, request_id, version, trained_step_count, groups, leases))
         return len(groups)

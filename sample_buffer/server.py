@@ -131,13 +131,11 @@ class SampleBufferServicer(sample_buffer_pb2_grpc.SampleBufferServiceServicer):
             return pb.CompletionResult(failure=to_failure(error))
 
     def _complete(self, request: pb.CompleteEpisodeRequest) -> pb.CompleteEpisodeResponse:
-        ledger, lease_id = self._ledger, request.lease_id
-        payload = request.trajectory.SerializeToString(deterministic=True)
+        ledger, lease_id, trajectory = self._ledger, request.lease_id, request.trajectory
+        payload = trajectory.SerializeToString()
         checks.check_size(len(payload), self._max_trajectory_bytes)
         disposition, keep = ledger.execute(
-            lambda runs: runs.of_lease(lease_id).complete(
-                request.request_id, lease_id, request.trajectory, ledger.now()
-            )
+            lambda runs: runs.of_lease(lease_id).complete(request.request_id, lease_id, trajectory, ledger.now())
         )
         if keep:
             ledger.keep(lease_id, payload)

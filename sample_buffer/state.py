@@ -45,7 +45,7 @@ class Lease(NamedTuple):
     at: float
     validation_id: str
     """Empty for a training episode."""
-    index: int
+    position: int
     """The group's k, or the episode's position in the validation."""
     member: int
     attempt: int

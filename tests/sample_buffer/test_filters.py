@@ -165,7 +165,7 @@ def test_a_filtered_group_is_replaced_by_one_of_the_current_version() -> None:
     for held in first[:2]:
         complete(groups, held)
 
-    assert {(held.index, held.version) for held in lease(groups)} == {(4, 1)}
+    assert {(held.position, held.version) for held in lease(groups)} == {(4, 1)}
 
 
 def test_pools_count_what_reaches_them_and_a_replay_counts_the_same() -> None:

@@ -68,7 +68,7 @@ def test_a_credit_is_free_only_when_a_version_trained_on_its_step_is_published()
     assert lease(groups) == []
     publish(groups, trained=1)
 
-    assert [held.index for held in lease(groups)] == [2, 2, 3, 3]
+    assert [held.position for held in lease(groups)] == [2, 2, 3, 3]
 
 
 def test_alpha_0_trains_every_batch_on_the_version_that_played_it() -> None:
@@ -122,8 +122,8 @@ def test_a_worker_gets_only_what_it_can_play_and_the_rest_waits_for_another() ->
     mazes = lease(groups, worlds=["maze"])
     sums = lease(groups, worlds=["sums", "chess"])
 
-    assert [held.index for held in mazes] == [1, 1, 3, 3]
-    assert [held.index for held in sums] == [0, 0, 2, 2]
+    assert [held.position for held in mazes] == [1, 1, 3, 3]
+    assert [held.position for held in sums] == [0, 0, 2, 2]
 
 
 def test_retries_of_the_oldest_group_go_before_new_groups() -> None:
@@ -134,7 +134,12 @@ def test_retries_of_the_oldest_group_go_before_new_groups() -> None:
 
     again = lease(groups, 4)
 
-    assert [(held.index, held.member, held.attempt) for held in again] == [(0, 0, 2), (1, 1, 2), (2, 1, 1), (3, 0, 1)]
+    assert [(held.position, held.member, held.attempt) for held in again] == [
+        (0, 0, 2),
+        (1, 1, 2),
+        (2, 1, 1),
+        (3, 0, 1),
+    ]
 
 
 def test_a_member_that_fails_too_often_drops_its_group_and_returns_the_credit() -> None:
@@ -147,7 +152,7 @@ def test_a_member_that_fails_too_often_drops_its_group_and_returns_the_credit() 
     assert groups.state.dropped == {"failed": 1}
     assert groups.credits_in_use == 0
     assert complete(groups, sibling) == SURPLUS
-    assert lease(groups, 1)[0].index == 1
+    assert lease(groups, 1)[0].position == 1
 
 
 def test_giving_an_episode_back_as_cancelled_costs_no_attempt() -> None:
@@ -217,7 +222,7 @@ def test_an_episode_that_is_too_old_when_it_completes_is_leased_again() -> None:
     assert complete(groups, held, versions=[3, 1, 2]) == STALE
 
     assert groups.state.outcomes == {tp.OUTCOME_STALE: 1}
-    assert (lease(groups, 1)[0].index, lease(groups, 1)[0].index) == (0, 0)
+    assert (lease(groups, 1)[0].position, lease(groups, 1)[0].position) == (0, 0)
 
 
 def test_a_new_version_drops_groups_and_cancels_leases_that_it_makes_too_old() -> None:
@@ -234,7 +239,7 @@ def test_a_new_version_drops_groups_and_cancels_leases_that_it_makes_too_old() -
     answered = groups.heartbeat("worker", [held.lease_id for held in leases[3:]], 0.0)
     assert {one.outcome for one in answered} == {tp.OUTCOME_STALE}
     assert complete(groups, leases[4]) == STALE
-    assert [(held.index, held.version) for held in lease(groups, 5)] == [(2, 2), (2, 2), (3, 2), (3, 2), (4, 2)]
+    assert [(held.position, held.version) for held in lease(groups, 5)] == [(2, 2), (2, 2), (3, 2), (3, 2), (4, 2)]
 
 
 def test_the_oldest_ready_groups_are_taken_first() -> None:

@@ -59,7 +59,7 @@ def answer_of(call: Callable[[], object]) -> object:
 
 def terms(lease: Lease) -> tuple[object, ...]:
     return (
-        lease.lease_id, lease.validation_id, lease.index, lease.member, lease.attempt, lease.version, lease.domain,
+        lease.lease_id, lease.validation_id, lease.position, lease.member, lease.attempt, lease.version, lease.domain,
         lease.task_index,
     )  # fmt: skip
 
@@ -148,7 +148,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
         held = self.groups.lease(request, "worker", count, worlds, now)
         assert [one.validation_id == "" for one in held] == sorted(one.validation_id == "" for one in held)
-        keys = [(one.index, one.member) for one in held if not one.validation_id]
+        keys = [(one.position, one.member) for one in held if not one.validation_id]
         assert keys == sorted(keys), "5: oldest first"
         assert all(one.version == self.model.version for one in held), "3, 6, 12: leased at the newest version"
         if self.model.free() <= 0:
@@ -181,7 +181,7 @@ class LedgerMachine(RuleBasedStateMachine):
         )
 
         if answer == "accepted" and not lease.validation_id:
-            self.finished[lease.index].append(played.trajectory_id)
+            self.finished[lease.position].append(played.trajectory_id)
         if answer == "raises InvalidTrajectory":
             self.held.append(lease)
 
@@ -207,7 +207,7 @@ class LedgerMachine(RuleBasedStateMachine):
         for lease in held[:broken]:
             self._fail(lease, tp.OUTCOME_ENV_FAILED)
         for lease in held[broken:]:
-            self._complete(lease, float((lease.member + lease.index // 2) % 3 >= best), lease.version, 1, "")
+            self._complete(lease, float((lease.member + lease.position // 2) % 3 >= best), lease.version, 1, "")
 
     @rule(seconds=st.sampled_from([1.0, 6.0, 11.0]), beat=st.sampled_from(["", "worker", "thief"]))
     def time_passes(self, seconds: float, beat: str) -> None:
@@ -393,10 +393,10 @@ class LedgerMachine(RuleBasedStateMachine):
             if group.stage in ("open", "ready"):
                 assert all(state.version - member.oldest_version <= bound for member in group.done()), "3: fresh"
         for lease in state.leases.values():
-            member = groups.fold.member(lease.validation_id, lease.index, lease.member)
+            member = groups.fold.member(lease.validation_id, lease.position, lease.member)
             assert (member.stage, member.lease_id) == ("leased", lease.lease_id)
             if not lease.validation_id:
-                assert state.groups[lease.index].stage == "open", "2: losers are cancelled"
+                assert state.groups[lease.position].stage == "open", "2: losers are cancelled"
                 assert state.version - lease.version <= bound, "3, 6: what is played is fresh"
         assert groups.fold.expiry.keys() == state.leases.keys()
         assert max(state.staleness, default=0) <= bound, "3"

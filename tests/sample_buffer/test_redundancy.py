@@ -15,7 +15,7 @@ def take(groups: Groups, step: int) -> list[int]:
 
 
 def of(leases: list[Lease], index: int) -> list[Lease]:
-    return [held for held in leases if held.index == index]
+    return [held for held in leases if held.position == index]
 
 
 def test_redundant_groups_are_admitted_beside_those_that_alpha_allows() -> None:
@@ -23,7 +23,7 @@ def test_redundant_groups_are_admitted_beside_those_that_alpha_allows() -> None:
 
     leases = lease(groups)
 
-    assert {held.index for held in leases} == {0, 1, 2, 3, 4}
+    assert {held.position for held in leases} == {0, 1, 2, 3, 4}
     assert (groups.credits_in_use, groups.capacity) == (5, 5)
 
 
@@ -62,7 +62,7 @@ def test_at_alpha_0_nothing_is_admitted_between_the_take_and_the_publication() -
     assert (groups.credits_in_use, groups.capacity) == (2, 2)
     publish(groups, trained=1)
 
-    assert {held.index for held in lease(groups)} == {5, 6, 7, 8, 9}
+    assert {held.position for held in lease(groups)} == {5, 6, 7, 8, 9}
 
 
 def test_with_alpha_above_0_what_is_left_over_goes_on_while_it_is_fresh() -> None:

@@ -46,7 +46,7 @@ def test_a_run_that_failed_dropped_and_restarted_plays_the_same_groups() -> None
     while len(seen) < 42:
         groups = runs.run("")
         for held in lease(groups, 5):
-            seen[held.index] = views.episode_lease(groups, held).episode.task
+            seen[held.position] = views.episode_lease(groups, held).episode.task
         fill(groups)
         publish(groups)
         snapshot, runs = runs.dump(), type(runs)()
