@@ -8,7 +8,7 @@ another one go on with the run to its end, and audits: against what was acknowle
 between them and sample_buffer, and against what is left on disk.
 
 The last line on stdout is one JSON object; a table and the progress go to stderr. The exit status is 0 only if the farm
-survived and nothing was lost, duplicated, stale or leaked:
+went on to the end and each of these is 0:
 
   lost            samples acknowledged as accepted that are neither in a batch nor dropped for a true reason, nor still
                   there; groups that vanished; batches that changed; commits and versions that were forgotten
@@ -16,6 +16,7 @@ survived and nothing was lost, duplicated, stale or leaked:
                   again after their commit
   stale           samples that lagged more than ceil(alpha) versions, by their own tokens
   credits_leaked  groups outstanding beyond what alpha allows; credits in use that no group accounts for
+  crashes         services that ended by themselves when another was killed
 """
 
 import argparse
@@ -33,7 +34,7 @@ from load_tests.killing import report
 from load_tests.killing.audit import Finding, Rules, audit
 from load_tests.killing.chaos import Chaos, Kill
 from load_tests.killing.evidence import Evidence
-from load_tests.killing.farm import CONFIG, SERVICES, Farm, FarmEnded, free_ports
+from load_tests.killing.farm import CONFIG, SERVICES, Farm, FarmEnded, free_ports, restarts
 from load_tests.killing.inquiry import Inquiry, LedgerUnreadable, read_remains
 from load_tests.killing.tap import Tap, serve
 from rollfarm import rpc
@@ -62,7 +63,10 @@ def main(argv: list[str]) -> int:
     except LedgerUnreadable as unreadable:
         findings = [Finding("lost", inquiry.unresolved, str(unreadable))]
         failure = failure or "What the farm left on disk cannot be opened."
-    result = report.figures(kills, findings, evidence, failure)
+    crashes = restarts(folder) - len(kills)
+    if crashes and not failure:
+        failure = f"{crashes} times a service ended that nobody had killed."
+    result = report.figures(kills, findings, evidence, crashes, failure)
     result |= {"seed": options.seed, "wall_s": round(time.monotonic() - began, 1)}
     print(report.table(result, findings), file=sys.stderr)
     print(json.dumps(result))

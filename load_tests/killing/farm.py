@@ -83,6 +83,11 @@ class Farm:
         return "\n".join(f"--- {log.name}\n" + "\n".join(tail) for log, tail in zip(logs, tails, strict=False))
 
 
+def restarts(folder: Path) -> int:
+    """How often `rollfarm up` started a service again."""
+    return (folder / "up.log").read_text(errors="replace").count("; starting it again")
+
+
 def told_steps(folder: Path) -> tuple[int, ...]:
     """The steps that the trainer's metrics.jsonl tells of."""
     path = folder / RUN / "metrics.jsonl"

@@ -14,13 +14,14 @@ SHOWN = 8
 """Findings of each kind that the table shows."""
 
 
-def figures(kills: Sequence[Kill], findings: list[Finding], evidence: Evidence, failure: str) -> Figures:
+def figures(kills: Sequence[Kill], findings: list[Finding], evidence: Evidence, crashes: int, failure: str) -> Figures:
     """Counts and seconds."""
     by_service = {name: [kill.seconds for kill in kills if kill.service == name] for name in SERVICES}
     return {
         "benchmark": "kill",
         "kills": len(kills),
         **totals(findings),
+        "crashes": crashes,
         **_recovery([kill.seconds for kill in kills]),
         "services": {name: {"kills": len(s), **_recovery(s)} for name, s in by_service.items()},
         "steps": evidence.committed(),

@@ -172,8 +172,8 @@ def _as_asked(context: Context) -> dict[str, Any]:
 
 
 async def _refuse(context: Context, refused: aio.AioRpcError) -> None:
-    details = refused.details() or ""
-    await context.abort(refused.code(), details, refused.trailing_metadata())  # pyright: ignore[reportArgumentType]
+    trailing = tuple(refused.trailing_metadata() or ())
+    await context.abort(refused.code(), refused.details() or "", trailing)
 
 
 async def serve(tap: Tap) -> tuple[aio.Server, int]:
