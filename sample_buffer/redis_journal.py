@@ -50,15 +50,12 @@ if not held then return redis.error_reply('LOST ' .. KEYS[1] .. ' is gone') end
 local writer, attempt, count = string.match(held, '^(%x+)/(%d+)/(%d+)$')
 if writer ~= ARGV[1] or tonumber(attempt) > tonumber(ARGV[2]) then return redis.error_reply('FENCED') end
 if attempt ~= ARGV[2] or count ~= ARGV[3] then return redis.error_reply('BEHIND ' .. held) end
-local at = 7
-for _ = 1, tonumber(ARGV[6]) do
-  redis.call('HSET', KEYS[3], ARGV[at], ARGV[at + 1])
-  at = at + 2
+local function each(command, first, last)
+  for at = first, last, 1000 do redis.call(command, KEYS[3], unpack(ARGV, at, math.min(at + 999, last))) end
 end
-while at <= #ARGV do
-  redis.call('HDEL', KEYS[3], ARGV[at])
-  at = at + 1
-end
+local split = 6 + 2 * tonumber(ARGV[6])
+each('HSET', 7, split)
+each('HDEL', split + 1, #ARGV)
 if ARGV[5] == '' then
   redis.call('XADD', KEYS[2], '*', 'events', ARGV[4])
 else
