@@ -1289,7 +1289,9 @@ class GetStatusResponse(_message.Message):
     next_batch_step: _builtins.int
     """The first step that was never delivered."""
     credit_count: _builtins.int
-    """Groups that may be outstanding: floor((1 + alpha) * batch_groups), less near the end of the run."""
+    """Groups that may be outstanding: floor((1 + alpha) * batch_groups), and redundant_groups beside them while a credit
+    is free; less near the end of the run.
+    """
     credits_in_use_count: _builtins.int
     """Credits in use: groups pending, running, ready, or taken and not yet in a published version."""
     max_staleness: _builtins.int
