@@ -11,7 +11,7 @@ The last line on stdout is one JSON object; a table and the progress go to stder
 went on to the end and each of these is 0:
 
   lost            samples acknowledged as accepted that are neither in a batch nor dropped for a true reason, nor still
-                  there; groups that vanished; batches that changed; commits and versions that were forgotten
+                  there; groups that vanished; batches that changed; commits, versions and leases that were forgotten
   duplicated      samples or groups in two steps, members twice in a group, steps with two batches, steps delivered
                   again after their commit
   stale           samples that lagged more than ceil(alpha) versions, by their own tokens

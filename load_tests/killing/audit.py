@@ -173,7 +173,7 @@ class _Auditor:
                 yield Finding("lost", len(lost), f"step {again.step} was delivered again without {len(lost)} samples")
 
     def forgotten_acknowledgements(self) -> Iterator[Finding]:
-        """What was committed and published stays so."""
+        """What was committed, published and lent stays so."""
         committed = self.evidence.committed()
         if self.remains.next_commit_step < committed:
             forgotten = committed - self.remains.next_commit_step
@@ -185,6 +185,13 @@ class _Auditor:
         if published and self.remains.policy_version < max(published):
             forgotten = max(published) - self.remains.policy_version
             yield Finding("lost", forgotten, f"version {max(published)} was published and is no more")
+        asked: dict[str, str] = {}
+        for leased in self.evidence.leased:
+            again = [
+                lease for lease in leased.leases if asked.setdefault(lease, leased.request_id) != leased.request_id
+            ]
+            for lease in again:
+                yield Finding("lost", 1, f"lease {lease} was given out anew: the first loan was forgotten")
 
     def lost_and_repeated_steps(self) -> Iterator[Finding]:
         """The trainer tells of each committed step once."""

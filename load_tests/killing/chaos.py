@@ -18,6 +18,11 @@ RECOVERY_SECONDS = 120.0
 LONGEST_PAUSE_SECONDS = 2.0
 """A kill comes at any moment within this after the last recovery."""
 
+AT_ONCE = 0.5
+"""Share of the kills that come the moment an acknowledgement passes, when what it says must be safe already."""
+
+NEXT_WRITE_SECONDS = 2.0
+
 PAIRS = 0.2
 """Share of the moments at which two services die at once."""
 
@@ -99,6 +104,9 @@ class Chaos:
 
     async def _kill(self, victims: Sequence[str], pause: float) -> None:
         pids = [await self._choose(service) for service in victims]
+        if self._random.random() < AT_ONCE:
+            writes = len(self._evidence.writes)
+            await self._evidence.changed.first(lambda: len(self._evidence.writes) > writes or None, NEXT_WRITE_SECONDS)
         signs = [Sign(self._evidence, service) for service in victims]
         for pid in pids:
             os.kill(pid, signal.SIGKILL)

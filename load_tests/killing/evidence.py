@@ -28,6 +28,7 @@ class Sample:
 class Leased:
     """An env_manager was told to play episodes."""
 
+    request_id: str
     at: float
     worker_id: str
     leases: dict[str, int]

@@ -99,11 +99,11 @@ class Tap(grpc.GenericRpcHandler):
         return call
 
     def _leased(self, request: bytes, answer: bytes, began: float) -> None:
-        worker_id = pb.LeaseEpisodesRequest.FromString(request).worker_id
+        asked = pb.LeaseEpisodesRequest.FromString(request)
         leases = pb.LeaseEpisodesResponse.FromString(answer).leases
         training = {lease.lease_id: lease.episode.task.index for lease in leases if not lease.episode.validation_id}
         if training:
-            self._evidence.leased.append(Leased(time.time(), worker_id, training))
+            self._evidence.leased.append(Leased(asked.request_id, time.time(), asked.worker_id, training))
 
     def _asked(self, name: str, request: bytes) -> None:
         """Note what counts even if it is never answered."""

@@ -68,7 +68,7 @@ def group(index: int, version: int) -> list[Sample]:
 
 def hand_in(evidence: Evidence, at: float, samples: list[Sample]) -> None:
     leases = {f"lease-{sample.trajectory_id}": sample.index for sample in samples}
-    evidence.leased.append(Leased(at - 1, "worker", leases))
+    evidence.leased.append(Leased(f"request-{at}", at - 1, "worker", leases))
     for sample in samples:
         evidence.handed_in[sample.trajectory_id] = sample
         evidence.accepted.append(Accepted(at, f"lease-{sample.trajectory_id}", sample))
@@ -154,7 +154,7 @@ def test_a_stale_group_may_be_dropped():
 
 def test_a_group_that_was_leased_and_vanished_is_lost():
     evidence = sound_run()
-    evidence.leased.append(Leased(21.0, "worker", {"lease": 3}))
+    evidence.leased.append(Leased("late", 21.0, "worker", {"lease": 3}))
 
     assert found(evidence) == {"lost": 1}
 
@@ -185,6 +185,15 @@ def test_a_version_that_is_published_anew_shows_that_one_was_lost():
     evidence.publications.append(Publication("request-21.0", 21.0, version=3, trained_step_count=2, at=21.1))
 
     assert found(evidence) == {"lost": 1}
+
+
+def test_a_lease_that_is_given_out_anew_shows_that_its_loan_was_lost():
+    asked_again, asked_anew = sound_run(), sound_run()
+    asked_again.leased.append(asked_again.leased[-1])
+    asked_anew.leased.append(replace(asked_anew.leased[-1], request_id="another", leases={"lease-t2.0": 2}))
+
+    assert found(asked_again) == {}
+    assert found(asked_anew) == {"lost": 1}
 
 
 def test_the_trainer_tells_of_each_step_once():
@@ -252,7 +261,7 @@ def test_the_lag_counts_from_the_version_that_was_acknowledged_whatever_the_batc
 
 def test_more_groups_at_once_than_there_are_credits_are_a_leak():
     evidence = sound_run()
-    evidence.leased.append(Leased(9.2, "worker", {"early": 2}))
+    evidence.leased.append(Leased("early", 9.2, "worker", {"early": 2}))
 
     assert found(evidence) == {"credits_leaked": 1}
 
