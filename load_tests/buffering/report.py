@@ -7,6 +7,8 @@ from statistics import median
 from load_tests.buffering.clients import Flow
 
 Figures = dict[str, object]
+Rounds = Sequence[Flow]
+"""One flow for each round."""
 
 
 def figures(flows: Mapping[str, Sequence[Flow]]) -> Figures:
@@ -23,7 +25,8 @@ def figures(flows: Mapping[str, Sequence[Flow]]) -> Figures:
         ways = zip(flows["atropos_put"], flows["atropos_compressed_put"], strict=True)
         best = [max(plain, compressed, key=lambda flow: flow.per_second) for plain, compressed in ways]
         made["atropos_batch_256_ms"] = milliseconds(flows["atropos_take"], 0.5)
-        made["vs_atropos"] = ratio(flows["put"], best)
+        made["vs_atropos"] = through_ratio((flows["put"], flows["take"]), (best, flows["atropos_take"]))
+        made["vs_atropos_put"] = ratio(flows["put"], best)
         made["vs_atropos_take"] = ratio(flows["take"], flows["atropos_take"])
         made["vs_atropos_cpu"] = cpu_ratio(flows["put"], best)
     return made | {f"{name}_cpu_s_per_thousand": cpu_per_thousand(some) for name, some in flows.items()}
@@ -37,6 +40,16 @@ def milliseconds(rounds: Sequence[Flow], share: float) -> float:
 def ratio(ours: Sequence[Flow], theirs: Sequence[Flow]) -> float:
     """The median over the rounds of how much faster ours are."""
     return round(median(our.per_second / their.per_second for our, their in zip(ours, theirs, strict=True)), 3)
+
+
+def through_ratio(ours: tuple[Rounds, Rounds], theirs: tuple[Rounds, Rounds]) -> float:
+    """The median over the rounds of how much sooner a sample is in and out again."""
+
+    def seconds(put: Flow, take: Flow) -> float:
+        return 1 / put.per_second + 1 / take.per_second
+
+    our, their = ([seconds(*flows) for flows in zip(*some, strict=True)] for some in (ours, theirs))
+    return round(median(b / a for a, b in zip(our, their, strict=True)), 3)
 
 
 def cpu_ratio(ours: Sequence[Flow], theirs: Sequence[Flow]) -> float:
