@@ -11,25 +11,28 @@ from rollfarm.v1 import trajectory_pb2
 Ids = NDArray[np.int32]
 Logprobs = NDArray[np.float32]
 
+ID = np.dtype("<i4")
+LOGPROB = np.dtype("<f4")
+
 
 def pack_ids(ids: ArrayLike) -> bytes:
     """[T] token ids as little-endian int32."""
-    return np.asarray(ids, dtype="<i4").tobytes()
+    return np.asarray(ids, dtype=ID).tobytes()
 
 
 def unpack_ids(data: bytes) -> Ids:
     """[T] read-only view of token ids."""
-    return np.frombuffer(_whole(data), dtype=np.dtype("<i4"))
+    return np.frombuffer(_whole(data), dtype=ID)
 
 
 def pack_logprobs(logprobs: ArrayLike) -> bytes:
     """[T] natural-log probabilities as little-endian float32."""
-    return np.asarray(logprobs, dtype="<f4").tobytes()
+    return np.asarray(logprobs, dtype=LOGPROB).tobytes()
 
 
 def unpack_logprobs(data: bytes) -> Logprobs:
     """[T] read-only view of log-probabilities, nats."""
-    return np.frombuffer(_whole(data), dtype=np.dtype("<f4"))
+    return np.frombuffer(_whole(data), dtype=LOGPROB)
 
 
 def token_count(data: bytes) -> int:

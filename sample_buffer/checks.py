@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from rollfarm.errors import InvalidArgument, InvalidTrajectory, RunMismatch, TrajectoryTooLarge
-from rollfarm.tokens import unpack_logprobs
+from rollfarm.tokens import LOGPROB
 from rollfarm.v1 import sample_buffer_pb2, trajectory_pb2
 from sample_buffer import filters, tasks
 from sample_buffer.state import Lease
@@ -152,7 +152,7 @@ def _check_turn(number: int, turn: trajectory_pb2.Turn, versions: list[int]) -> 
         versions.append(span.policy_version)
     if tokens != spanned:
         raise InvalidTrajectory(f"The version spans of turn {number} do not sum to its {tokens} tokens.", turn=number)
-    if not np.isfinite(unpack_logprobs(logprobs)).all():
+    if not np.logical_and.reduce(np.isfinite(np.frombuffer(logprobs, LOGPROB))):
         raise InvalidTrajectory(f"A log-prob of turn {number} is not finite.", turn=number)
     return tokens
 

@@ -9,12 +9,13 @@ import grpc
 import structlog
 from grpc import aio
 
-from rollfarm.errors import FarmError, is_retryable, to_failure
+from rollfarm.errors import FarmError, to_failure
 from rollfarm.service import poll_seconds
 from rollfarm.v1 import sample_buffer_pb2 as pb
 from rollfarm.v1 import sample_buffer_pb2_grpc
 from sample_buffer import checks, views, wire
 from sample_buffer.ledger import Ledger
+from sample_buffer.runs import Runs
 from sample_buffer.state import Batch, Lease
 
 log = structlog.get_logger()
@@ -111,34 +112,32 @@ class SampleBufferServicer(sample_buffer_pb2_grpc.SampleBufferServiceServicer):
         return pb.HeartbeatResponse(cancelled=cancelled)
 
     async def CompleteEpisode(self, request: pb.CompleteEpisodeRequest, context: Context) -> pb.CompleteEpisodeResponse:
-        answer = self._complete(request)
+        now = self._ledger.now()
+        answer = self._ledger.execute(lambda runs: self._complete(runs, request, now))
         await self._ledger.durable()
         return answer
 
     async def CompleteEpisodes(
         self, request: pb.CompleteEpisodesRequest, context: Context
     ) -> pb.CompleteEpisodesResponse:
-        results = [self._result(completion) for completion in request.completions]
+        now = self._ledger.now()
+        results = self._ledger.execute(lambda runs: [self._result(runs, one, now) for one in request.completions])
         await self._ledger.durable()
         return pb.CompleteEpisodesResponse(results=results)
 
-    def _result(self, completion: pb.CompleteEpisodeRequest) -> pb.CompletionResult:
+    def _result(self, runs: Runs, request: pb.CompleteEpisodeRequest, now: float) -> pb.CompletionResult:
         try:
-            return pb.CompletionResult(completed=self._complete(completion))
+            return pb.CompletionResult(completed=self._complete(runs, request, now))
         except FarmError as error:
-            if is_retryable(error):
-                raise
             return pb.CompletionResult(failure=to_failure(error))
 
-    def _complete(self, request: pb.CompleteEpisodeRequest) -> pb.CompleteEpisodeResponse:
-        ledger, lease_id, trajectory = self._ledger, request.lease_id, request.trajectory
+    def _complete(self, runs: Runs, request: pb.CompleteEpisodeRequest, now: float) -> pb.CompleteEpisodeResponse:
+        lease_id, trajectory = request.lease_id, request.trajectory
         payload = trajectory.SerializeToString()
         checks.check_size(len(payload), self._max_trajectory_bytes)
-        disposition, keep = ledger.execute(
-            lambda runs: runs.of_lease(lease_id).complete(request.request_id, lease_id, trajectory, ledger.now())
-        )
+        disposition, keep = runs.of_lease(lease_id).complete(request.request_id, lease_id, trajectory, now)
         if keep:
-            ledger.keep(lease_id, payload)
+            self._ledger.keep(lease_id, payload)
         return pb.CompleteEpisodeResponse(disposition=disposition)
 
     async def FailEpisode(self, request: pb.FailEpisodeRequest, context: Context) -> pb.FailEpisodeResponse:
