@@ -77,8 +77,8 @@ class UpConfig(Config):
     0 asks for nothing."""
 
     fresh: bool | Literal["finished"] = False
-    """Delete the run's folder and begin anew; "finished" does so only where the run in it is finished, and otherwise
-    goes on with it."""
+    """Delete the run's folder and begin anew, and make a model of [model.create] anew whose settings changed;
+    "finished" does so only where no unfinished run is in the folder, and otherwise goes on with that."""
 
     console: Literal["auto", "live", "plain", "off"] = "auto"
     """"live" redraws a screen, "plain" writes a line now and then; "auto" is live on a terminal."""

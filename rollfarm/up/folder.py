@@ -64,7 +64,8 @@ def opened(farm: FarmRoot) -> Iterator[tuple[bool, int]]:
                 f"Another `rollfarm up` works on {run}, or was killed and its services still drain. Stop it, or wait "
                 "for them, or choose another --run.name."
             )
-        if farm.up.fresh is True or (farm.up.fresh == "finished" and _steps_of_finished(farm)):
+        goes_on = (run / CONFIG).exists() and not _steps_of_finished(farm)
+        if farm.up.fresh is True or (farm.up.fresh == "finished" and not goes_on):
             _empty(run)
             if farm.model.is_outdated:
                 shutil.rmtree(farm.model.path)

@@ -1,10 +1,12 @@
 import json
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
-from rollfarm.run import RunConfig
+from rollfarm.config import ConfigError
+from rollfarm.run import RECIPE, ModelConfig, RunConfig, TinyModelConfig
 from rollfarm.up import folder
 from rollfarm.up.config import FarmRoot, UpConfig
 
@@ -76,6 +78,26 @@ def test_a_finished_run_that_shall_have_more_steps_goes_on(earlier: Path) -> Non
     (earlier / "summary.json").write_text(json.dumps({"finished": True, "steps": 30}))
 
     assert not begun_anew(earlier, "finished")
+
+
+@pytest.mark.parametrize(("name", "kept"), [("run", True), ("new", False)])
+def test_a_model_of_other_settings_is_made_anew_only_with_a_run_that_begins(
+    earlier: Path, tmp_path: Path, name: str, kept: bool
+) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").touch()
+    (model / RECIPE).write_text('{"words": "left right"}')
+    farm = FarmRoot(
+        run=RunConfig(folder=earlier.parent, name=name),
+        up=UpConfig(fresh="finished"),
+        model=ModelConfig(path=str(model), create=TinyModelConfig(words="up down")),
+    )
+
+    with pytest.raises(ConfigError, match="other settings") if kept else nullcontext(), folder.opened(farm):
+        pass
+
+    assert model.exists() is kept
 
 
 def test_the_demo_goes_on_with_an_interrupted_run() -> None:
