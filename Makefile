@@ -16,7 +16,7 @@ export OMP_NUM_THREADS ?= 1
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
 
-demo: $(VENV)/.farm ## Set everything up and watch the farm learn FrozenLake (about two minutes)
+demo: $(VENV)/.farm ## Set everything up and watch the farm learn FrozenLake (about one minute)
 	@$(BIN)/rollfarm up examples/demo.toml --up.fresh finished
 
 up: $(VENV)/.farm ## Run a farm: make up CONFIG=examples/demo.toml ARGS="--run.alpha 0"
