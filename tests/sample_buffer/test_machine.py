@@ -408,6 +408,6 @@ class LongLedgerMachine(LedgerMachine):
 
 
 LedgerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-LongLedgerMachine.TestCase.settings = settings(max_examples=2000, stateful_step_count=50, deadline=None)
+LongLedgerMachine.TestCase.settings = settings(max_examples=2000, stateful_step_count=40, deadline=None)
 TestLedger = LedgerMachine.TestCase
 TestLedgerAtLength = pytest.mark.slow(pytest.mark.timeout(600)(LongLedgerMachine.TestCase))
