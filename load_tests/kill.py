@@ -34,10 +34,11 @@ from load_tests.killing import report
 from load_tests.killing.audit import Finding, Rules, audit
 from load_tests.killing.chaos import Chaos, Kill
 from load_tests.killing.evidence import Evidence
-from load_tests.killing.farm import CONFIG, SERVICES, Farm, FarmEnded, free_ports, restarts
+from load_tests.killing.farm import CONFIG, SERVICES, Farm, FarmEnded, restarts
 from load_tests.killing.inquiry import Inquiry, LedgerUnreadable, read_remains
 from load_tests.killing.tap import Tap, serve
 from rollfarm import rpc
+from rollfarm.ports import free_ports
 from rollfarm.up.config import read_farm
 from rollfarm.up.farm import Addresses
 
@@ -97,7 +98,7 @@ async def _kill_and_finish(
     options: argparse.Namespace, folder: Path, evidence: Evidence, inquiry: Inquiry
 ) -> tuple[list[Kill], str]:
     """Kill as often as asked, then go on to the end. The kills, and why the farm did not survive, or nothing."""
-    base_port = free_ports()
+    base_port = free_ports(100)
     buffer = Addresses.of(base_port, engines=1, env_managers=1).sample_buffer
     async with rpc.channel(buffer) as upstream:
         server, tap_port = await serve(Tap(upstream, evidence))

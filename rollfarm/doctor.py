@@ -184,8 +184,8 @@ def engine(farm: "FarmRoot") -> Finding:
 
 def ports(base_port: int, *, engines: int, env_managers: int) -> Finding:
     """Whether the farm's ports are free."""
+    from rollfarm.ports import is_free
     from rollfarm.up.farm import Addresses
-    from rollfarm.up.folder import is_free
 
     named = Addresses.of(base_port, engines=engines, env_managers=env_managers).named()
     taken = [f"{address} ({name})" for name, address in named.items() if not is_free(int(address.rpartition(":")[2]))]

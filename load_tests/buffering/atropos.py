@@ -20,8 +20,9 @@ import numpy as np
 
 from load_tests.buffering.clients import Clocks, Flow, Load
 from load_tests.buffering.samples import VOCABULARY
-from load_tests.buffering.servers import ROOT, free_port, serving
+from load_tests.buffering.servers import ROOT, serving
 from rollfarm.config import ConfigError
+from rollfarm.ports import free_port
 
 VENV = ROOT / ".tools" / "atropos"
 PACKAGES = ("fastapi==0.165.0", "uvicorn[standard]==0.54.0")

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from redis import Redis
 
 from rollfarm import rpc
 from rollfarm.config import ConfigError
+from rollfarm.ports import free_port
 from rollfarm.valkey import valkey_answers, valkey_command
 
 ROOT = Path(__file__).parents[2]
@@ -103,12 +103,6 @@ def serving(command: list[str], log: Path, answers: Callable[[], bool]) -> Itera
             yield child.pid
         finally:
             child.kill()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def commits(journal: str) -> int:

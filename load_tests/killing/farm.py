@@ -3,7 +3,6 @@
 import asyncio
 import json
 import signal
-import socket
 import sys
 from asyncio.subprocess import PIPE, Process
 from pathlib import Path
@@ -93,19 +92,6 @@ def told_steps(folder: Path) -> tuple[int, ...]:
     path = folder / RUN / "metrics.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     return tuple(line["step"] for line in lines if line["kind"] == "step")
-
-
-def free_ports(width: int = 100) -> int:
-    """The first of `width` consecutive ports that nobody listens on."""
-    for base in range(31_000, 39_000, width):
-        try:
-            for port in range(base, base + width):
-                with socket.socket() as probe:
-                    probe.bind(("127.0.0.1", port))
-        except OSError:
-            continue
-        return base
-    raise RuntimeError("No free ports between 31000 and 39000.")
 
 
 def _service(process: psutil.Process) -> str:

@@ -3,7 +3,6 @@
 import os
 import shlex
 import shutil
-import socket
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import rollfarm
 from rollfarm.config import ConfigError
+from rollfarm.ports import is_free
 from rollfarm.up.claims import claimed
 from rollfarm.up.config import FarmRoot, as_used, write_toml
 from rollfarm.up.summary import finished_summary
@@ -128,15 +128,3 @@ def _empty(run: Path) -> None:
             shutil.rmtree(path)
         else:
             path.unlink()
-
-
-def is_free(port: int) -> bool:
-    """Whether a server could listen on the port."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-            probe.listen(1)
-        except OSError:
-            return False
-    return True

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ import grpc
 import psutil
 import pytest
 
+from rollfarm.ports import free_ports
 from rollfarm.v1 import (
     llm_proxy_pb2,
     llm_proxy_pb2_grpc,
@@ -26,6 +26,9 @@ from rollfarm.v1 import (
 )
 
 CHECKOUT = Path(__file__).parents[2]
+
+PORTS = 120
+"""More than a farm needs."""
 
 SERVICES = ("sample_buffer", "llm_proxy", "llm_proxy.engine", "env_manager", "reward_gateway", "trainer")
 
@@ -121,7 +124,7 @@ def start_farm(tmp_path: Path) -> Iterator[StartFarm]:
     farms: list[Farm] = []
 
     def start(config: str | Path, *flags: str, name: str = "run", base_port: int = 0) -> Farm:
-        port = base_port or _free_ports()
+        port = base_port or free_ports(PORTS)
         argv = [sys.executable, "-m", "rollfarm", "up", str(config), "--run.folder", str(tmp_path), "--run.name", name]
         argv += ["--up.base_port", str(port), "--model.path", str(tmp_path / "model"), *flags]
         with (tmp_path / f"{name}.stderr").open("a") as stderr:
@@ -140,21 +143,6 @@ def start_farm(tmp_path: Path) -> Iterator[StartFarm]:
     yield start
     for farm in farms:
         farm.stop()
-
-
-def _free_ports(width: int = 120) -> int:
-    """The first of `width` consecutive ports that nobody listens on. Suites side by side look in different places."""
-    bases = range(20_000, 30_000, width)
-    start = os.getpid() % len(bases)
-    for base in (*bases[start:], *bases[:start]):
-        try:
-            for port in range(base, base + width):
-                with socket.socket() as probe:
-                    probe.bind(("127.0.0.1", port))
-        except OSError:
-            continue
-        return base
-    raise RuntimeError("no free ports")
 
 
 def _module(process: psutil.Process) -> str:

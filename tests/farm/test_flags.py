@@ -2,13 +2,13 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from rollfarm.ports import free_port
 from tests.farm.conftest import CHECKOUT, StartFarm
 
 DEMO = CHECKOUT / "examples" / "demo.toml"
@@ -56,9 +56,7 @@ def test_it_runs_on_an_unmodified_vllm_server_by_changing_the_engine_alone(start
 
 
 def test_the_example_of_an_environment_in_a_process_of_its_own_is_learned(start_farm: StartFarm):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     server = subprocess.Popen([sys.executable, str(CHECKOUT / "examples" / "coin_server.py"), "--port", str(port)])
     try:
         servers = json.dumps([f"127.0.0.1:{port}"])

@@ -12,8 +12,9 @@ from pathlib import Path
 from redis import asyncio as aioredis
 from redis.exceptions import RedisError
 
+from rollfarm.ports import free_port
 from rollfarm.valkey import valkey_binary
-from tests.sample_buffer.support import Valkey, free_port
+from tests.sample_buffer.support import Valkey
 
 PRIMARY = "farm"
 """What the Sentinel calls the server that it watches."""

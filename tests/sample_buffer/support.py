@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollfarm import rpc
+from rollfarm.ports import free_port
 from rollfarm.run import DomainConfig, FilterConfig, RunConfig
 from rollfarm.tokens import pack_ids, pack_logprobs
 from rollfarm.v1 import sample_buffer_pb2 as pb
@@ -127,14 +128,6 @@ class Process:
     def kill(self) -> None:
         self.popen.send_signal(signal.SIGKILL)
         self.popen.wait()
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def spawn(*flags: str) -> subprocess.Popen[bytes]:

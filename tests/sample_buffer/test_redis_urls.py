@@ -12,12 +12,13 @@ from structlog.testing import capture_logs
 from rollfarm import doctor
 from rollfarm.config import ConfigError, load
 from rollfarm.errors import JournalFenced, JournalUnavailable
+from rollfarm.ports import free_port
 from sample_buffer.config import SampleBufferRoot
 from sample_buffer.journal import Record
 from sample_buffer.redis_journal import RedisJournal
 from sample_buffer.redis_urls import RedisUrl, parse
 from tests.sample_buffer import servers
-from tests.sample_buffer.support import Valkey, free_port
+from tests.sample_buffer.support import Valkey
 
 KINDS = {
     "redis": servers.by_port,

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ import pytest
 import torch
 
 from rollfarm import rpc
+from rollfarm.ports import free_port
 from rollfarm.run import ModelConfig, TinyModelConfig
 from rollfarm.tokens import pack_ids, pack_logprobs
 from rollfarm.v1 import sample_buffer_pb2, trajectory_pb2
@@ -53,12 +53,6 @@ def buffer_address() -> Iterator[str]:
     yield address
     process.kill()
     process.wait()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture

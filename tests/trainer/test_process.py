@@ -12,8 +12,9 @@ import pytest
 
 from rollfarm import rpc
 from rollfarm.config import EXIT_BAD_CONFIG
+from rollfarm.ports import free_port
 from rollfarm.v1 import trainer_pb2, trainer_pb2_grpc
-from tests.trainer.conftest import ROOT, free_port
+from tests.trainer.conftest import ROOT
 from tests.trainer.farms import Farm, farm
 
 STEPS = 200

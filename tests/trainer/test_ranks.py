@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.trainer.conftest import ROOT, free_port, make_backend, random_rows
+from rollfarm.ports import free_port
+from tests.trainer.conftest import ROOT, make_backend, random_rows
 from trainer.config import TrainerConfig
 from trainer.objective import policy_objective
 

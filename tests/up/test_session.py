@@ -4,12 +4,12 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import sys
 from pathlib import Path
 
 import pytest
 
+from rollfarm.ports import free_port
 from rollfarm.run import RunConfig
 from rollfarm.service import SUPERVISED
 from rollfarm.up.config import FarmRoot, UpConfig
@@ -21,12 +21,10 @@ ENV = {SUPERVISED: "1", "PYTHONPATH": str(Path(__file__).parents[2])}
 
 
 def session(folder: Path, phase: str, then: str = "stay", **up: float | str) -> Session:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    port = address.rpartition(":")[2]
+    port = free_port()
+    address = f"127.0.0.1:{port}"
     trainer = ProcessSpec(
-        "trainer", (sys.executable, CHILD, "trainer", port, phase, then), stage=0, address=address, env=ENV
+        "trainer", (sys.executable, CHILD, "trainer", str(port), phase, then), stage=0, address=address, env=ENV
     )
     farm = FarmRoot(
         run=RunConfig(folder=folder, name="run"),

@@ -2,7 +2,6 @@
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -11,6 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rollfarm.ports import free_port
 from rollfarm.rpc import is_serving
 from rollfarm.service import SUPERVISED
 from rollfarm.up.config import UpConfig
@@ -40,12 +40,6 @@ def spec(
 
 def supervisor(tmp_path: Path, *specs: ProcessSpec, up: UpConfig = UP) -> Supervisor:
     return Supervisor(specs, up, logs=tmp_path, say=lambda text: None)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 async def until(condition: Callable[[], object]) -> None:
