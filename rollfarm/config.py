@@ -107,7 +107,7 @@ class ConfigError(Exception):
         super().__init__(masked(problem))
 
 
-_SECRET = re.compile(r"(?<=://)[^\s/?#]+(?=@)|(?<=[?&]password=)[^\s&]+|(?<=_password=)[^\s&]+")
+_SECRET = re.compile(r"(?<=://)[^\s/?#]+(?=@)|(?<=[?&_]password=)[^\s&]+")
 _MASKED = re.compile(r"://\*\*\*@|[?&_]password=\*\*\*")
 
 

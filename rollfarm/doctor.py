@@ -212,7 +212,10 @@ def _valkey() -> str:
 
 def _redis(url: str) -> Finding:
     """Whether a journal's server answers, and whether it keeps what it is told."""
-    urls, clients = (importlib.import_module(f"sample_buffer.{name}") for name in ("redis_urls", "redis_client"))
+    try:
+        urls, clients = (importlib.import_module(f"sample_buffer.{name}") for name in ("redis_urls", "redis_client"))
+    except ImportError as missing:
+        return Finding(_named(missing), "`pip install '.[buffer]'` in the checkout, and run this there")
 
     async def ask() -> Mapping[str, object]:
         client = clients.connect(urls.parse(url), timeout_seconds=REDIS_SECONDS)

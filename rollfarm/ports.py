@@ -5,14 +5,14 @@ import socket
 
 
 def free_port() -> int:
-    """One."""
+    """A port that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 def free_ports(width: int) -> int:
-    """The first of `width` consecutive ones. Programs side by side look in different places.
+    """The first of `width` consecutive ports that nobody listens on. Programs side by side look in different places.
 
     Raises RuntimeError when there are none.
     """

@@ -68,7 +68,7 @@ def check_port(listen: Listen) -> None:
 def calm_collector() -> None:
     """Look for cycles among young objects, and hardly ever among all.
 
-    The state is no cycle, and a look at everything that 10,000 samples leave behind holds each call up for 60 ms.
+    The state has no cycles, and a look at everything that 10,000 samples leave behind holds each call up for 60 ms.
     """
     gc.collect()
     gc.freeze()

@@ -109,23 +109,6 @@ async def test_more_records_and_payloads_than_a_page_are_read(valkey: Valkey) ->
     await journal.close()
 
 
-async def test_a_second_writer_fences_the_first_off(valkey: Valkey) -> None:
-    first, second = redis_journal(valkey), redis_journal(valkey)
-    await first.open()
-    await first.append(Record(b"one"))
-    await second.open()
-
-    with pytest.raises(JournalFenced):
-        await first.append(Record(b"lost", {"x": b"lost"}))
-    with pytest.raises(JournalFenced):
-        await first.open()
-
-    assert await read(second) == [b"one"]
-    assert await second.payloads(["x"]) == {}
-    await first.close()
-    await second.close()
-
-
 async def test_a_writer_whose_opening_was_never_answered_is_not_fenced_off_by_itself(valkey: Valkey) -> None:
     journal = redis_journal(valkey, seconds=0.3)
     await journal.open()
