@@ -205,10 +205,10 @@ def _stop_with_supervisor(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) 
 
 
 class Changed:
-    """Wakes long polls when state changes."""
+    """Wakes long polls when state changes, the one that has waited longest first."""
 
     def __init__(self) -> None:
-        self._waiters: set[asyncio.Event] = set()
+        self._waiters: dict[asyncio.Event, None] = {}
 
     def notify(self) -> None:
         """Let every waiter look again."""
@@ -218,7 +218,7 @@ class Changed:
     async def first(self, ready: Callable[[], T | None], seconds: float) -> T | None:
         """The first non-None `ready()`, tried now and at every change; None after `seconds`."""
         woken = asyncio.Event()
-        self._waiters.add(woken)
+        self._waiters[woken] = None
         try:
             async with asyncio.timeout(seconds):
                 while (value := ready()) is None:
@@ -228,7 +228,7 @@ class Changed:
         except TimeoutError:
             return None
         finally:
-            self._waiters.discard(woken)
+            del self._waiters[woken]
 
 
 def poll_seconds(context: aio.ServicerContext[Any, Any], *, most: float = 20.0, margin: float = 0.2) -> float:

@@ -235,3 +235,23 @@ async def test_a_long_poll_wakes_at_a_change_and_otherwise_answers_none():
 
     assert await waiting == "ready"
     assert await changed.first(lambda: None, 0.01) is None
+
+
+async def test_who_has_waited_longest_is_served_first():
+    changed, work, served = Changed(), list[int](), list[int]()
+
+    async def poll(number: int) -> None:
+        if await changed.first(lambda: work.pop() if work else None, 5) is not None:
+            served.append(number)
+
+    async with asyncio.TaskGroup() as group:
+        for number in range(20):
+            group.create_task(poll(number))
+            await asyncio.sleep(0)
+        for _ in range(20):
+            work.append(1)
+            changed.notify()
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+
+    assert served == list(range(20))
