@@ -10,8 +10,10 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check
 NODE := .tools/node/node_modules/.bin
 export OMP_NUM_THREADS ?= 1
+# Hundreds of tests kill real processes on a busy machine: one that fails is run once more, and the summary names it.
+RETRY := --reruns 1 -r R
 
-.PHONY: help demo up test test-slow check format proto proto-baseline vllm clean
+.PHONY: help demo up test test-slow check format proto proto-baseline vllm sglang worlds clean
 
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 18
@@ -22,11 +24,11 @@ demo: $(VENV)/.farm ## Set everything up and watch the farm learn FrozenLake (ab
 up: $(VENV)/.farm ## Run a farm: make up CONFIG=examples/demo.toml ARGS="--run.alpha 0"
 	@$(BIN)/rollfarm up $(CONFIG) $(ARGS)
 
-test: $(VENV)/.dev ## The fast tests (under ten minutes)
-	$(BIN)/python -m pytest -m "not slow"
+test: $(VENV)/.dev $(NODE) ## The fast tests (under ten minutes)
+	$(BIN)/python -m pytest -m "not slow" $(RETRY)
 
-test-slow: $(VENV)/.dev vllm ## The tests that run whole farms and real vLLM
-	$(BIN)/python -m pytest -m slow
+test-slow: $(VENV)/.dev $(NODE) vllm sglang worlds ## The tests that run whole farms, real vLLM and real SGLang
+	$(BIN)/python -m pytest -m slow $(RETRY)
 
 check: $(VENV)/.dev $(NODE) ## Linters, types, import rules, contract and stub drift
 	$(BIN)/ruff check .
@@ -49,8 +51,14 @@ proto-baseline: $(NODE) ## At a release: what later contracts must stay compatib
 vllm: ## An environment of its own for real vLLM on CPU (3.5 GB)
 	PYTHON=$(PYTHON) TORCH="$(TORCH)" tools/install-vllm.sh .venv-vllm
 
+sglang: ## An environment of its own for real SGLang on CPU (2.6 GB)
+	PYTHON=$(PYTHON) TORCH="$(TORCH)" tools/install-sglang.sh .venv-sglang
+
+worlds: ## An environment of its own for other people's worlds that fit nowhere else (1.1 GB)
+	PYTHON=$(PYTHON) tools/install-worlds.sh .venv-worlds
+
 clean: ## Remove what the other targets made, runs and models excepted
-	rm -rf $(VENV) .venv-vllm .tools build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm .venv-sglang .venv-worlds .tools build *.egg-info .pytest_cache .ruff_cache .hypothesis
 
 $(VENV)/.torch:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -70,7 +78,7 @@ $(VENV)/.dev: $(VENV)/.farm
 	@$(PIP) install --quiet --progress-bar off -c constraints.txt -e '.[all,dev]' >&2
 	@touch $@
 
-$(NODE): $(VENV)/.dev
-	@echo "Installing buf and pyright ..." >&2
-	@PATH="$(abspath $(BIN)):$$PATH" npm install --silent --no-audit --no-fund --no-save --prefix .tools/node @bufbuild/buf@1.75.0 pyright@1.1.414 >&2
+$(NODE): $(VENV)/.dev Makefile
+	@echo "Installing buf, pyright and gRPC for Node ..." >&2
+	@PATH="$(abspath $(BIN)):$$PATH" npm install --silent --no-audit --no-fund --no-save --prefix .tools/node @bufbuild/buf@1.75.0 pyright@1.1.414 @grpc/grpc-js@1.14.7 @grpc/proto-loader@0.8.1 >&2
 	@touch $@

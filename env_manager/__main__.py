@@ -16,15 +16,18 @@ def main() -> None:
     # Here, because transformers takes a second, which --help and a wrong flag shall not.
     from env_manager.model import load
     from env_manager.rendering import Renderer
+    from env_manager.server import SERVICE
     from env_manager.wiring import open_worker
 
     async def serve(config: EnvManagerConfig, renderer: Renderer, context_tokens: int) -> None:
-        async with open_worker(config, renderer, context_tokens) as loops:
-            # It serves its health alone.
-            await service.serve(lambda server: None, config.listen, *loops, services=[])
+        async with open_worker(config, renderer, context_tokens) as worker:
+            register, loops = worker.servicer.register, worker.loops
+            service.calm_collector(looks=10)
+            await service.serve(register, config.listen, *loops, services=[SERVICE], drains=[worker.drain])
 
     try:
-        renderer, context_tokens = load(root.model.path, config.template, config.context_tokens)
+        renderer, context_tokens = load(root.model.path, config.template, config.context_tokens, config.rewriting)
+        config.read_token()
     except ConfigError as error:
         exit_bad_config(PROG, error)
     start_telemetry("env_manager", config.telemetry, config.listen)

@@ -7,6 +7,7 @@ that reinforcement learning has something left to improve.
 """
 
 import argparse
+import asyncio
 import json
 import random
 import sys
@@ -16,6 +17,7 @@ from typing import Any
 
 from env_manager.environments import ENVIRONMENTS
 from env_manager.environments.solvable import Solvable
+from env_manager.playthrough import play
 from rollfarm.config import ConfigError, exit_bad_config
 from rollfarm.registry import check_settings
 
@@ -24,19 +26,28 @@ PROG = "python -m env_manager.demonstrations"
 Message = dict[str, str]
 
 
-def demonstrate(kind: type[Solvable], settings: Mapping[str, Any], seed: int, noise: float) -> list[Message]:
+async def demonstrate(kind: type[Solvable], settings: Mapping[str, Any], seed: int, noise: float) -> list[Message]:
     """One episode; equal arguments give an equal one."""
     chance = random.Random(seed)
-    environment = kind(**settings)
-    shown = environment.reset(seed, 0)
-    messages = [{"role": "system", "content": shown.system}] if shown.system else []
-    text, done = shown.text, False
-    while not done:
-        action = chance.choice(kind.ACTIONS) if chance.random() < noise else environment.solve()
+
+    def act(environment: Solvable) -> str:
+        return chance.choice(environment.actions()) if chance.random() < noise else environment.solve()
+
+    episode = await play(kind(**settings), seed, act)
+    messages = [{"role": "system", "content": episode.shown.system}] if episode.shown.system else []
+    text = episode.shown.text
+    for action, step in episode.turns:
         messages += [{"role": "user", "content": text}, {"role": "assistant", "content": action}]
-        step = environment.step(action)
-        text, done = step.text, step.done
+        text = step.text
     return messages
+
+
+async def write(out: Path, kind: type[Solvable], settings: Mapping[str, Any], options: argparse.Namespace) -> None:
+    """As many episodes as the options ask for, one a line."""
+    with out.open("w") as lines:
+        for index in range(options.count):
+            messages = await demonstrate(kind, settings, options.seed + index, options.noise)
+            lines.write(json.dumps({"messages": messages}) + "\n")
 
 
 def main(argv: list[str]) -> int:
@@ -53,10 +64,7 @@ def main(argv: list[str]) -> int:
         settings = check_settings(kind, json.loads(options.settings), owner=options.environment)
     except (ConfigError, json.JSONDecodeError) as error:
         exit_bad_config(PROG, error)
-    with options.out.open("w") as lines:
-        for index in range(options.count):
-            messages = demonstrate(kind, settings, options.seed + index, options.noise)
-            lines.write(json.dumps({"messages": messages}) + "\n")
+    asyncio.run(write(options.out, kind, settings, options))
     print(f"{options.out}: {options.count} episodes of {options.environment}", file=sys.stderr)
     return 0
 

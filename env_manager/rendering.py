@@ -1,25 +1,32 @@
-"""From an environment's words to tokens, exactly once.
+"""From an environment's words to tokens, and from the policy's tokens to an action.
 
-A conversation is rendered by the model's own chat template when it begins. Later words of the environment are appended
-as a suffix: what the template puts after an assistant's message, tokenised on its own. So the tokens of an episode only
-ever grow, what the policy wrote is never tokenised again, and the prompt of the next turn begins with every token of
-this one. Pure: equal words give equal tokens, so they are remembered.
+A conversation is rendered by the model's own chat template when it begins. What the environment answers is appended as
+a suffix: what the template puts after what the policy wrote, tokenised alone. So tokens only ever grow, what the policy
+wrote is never tokenised again, and a prompt begins with every token before it. A template that renders otherwise what
+was said before, for example strips earlier thoughts, is found out at that turn: the conversation is then rendered anew,
+whole, and that begins a new segment.
 """
 
+import asyncio
 import functools
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Literal, cast
 
+import structlog
 from jinja2 import TemplateError
 
 from rollfarm import tokens
-from rollfarm.config import ConfigError
-from rollfarm.env import Observation
+from rollfarm.chat import LONG, SENTINEL, ChatTemplate, Tokenizer
+from rollfarm.chat.messages import ASSISTANT, SYSTEM, TOOL, USER, Call, Message, Tool
+from rollfarm.chat.replies import Reader, Reading
+from rollfarm.chat.suffixes import Rendering, Rewritten, Suffixes
+from rollfarm.env import Action, Observation, Step, ToolCall
+from rollfarm.errors import EnvironmentFailed
 from rollfarm.v1 import trajectory_pb2
 
-SENTINEL = "rollfarmCutsHere"
-"""Stands for what the policy wrote, where a template has to be shown something."""
+log = structlog.get_logger()
 
 REMEMBERED = 4096
 """Renderings kept of each kind."""
@@ -27,25 +34,16 @@ REMEMBERED = 4096
 SHORT = 1024
 """Characters up to which a rendering is worth keeping, and bytes up to which a decoding is."""
 
-Message = dict[str, str]
+EXCERPT = 200
+"""Characters of a tool that an error shows."""
 
+Rewriting = Literal["segment", "append"]
+"""What is done where the template rewrites what was said."""
 
-class Tokenizer(Protocol):
-    """What is used of a Hugging Face tokenizer."""
+REFUSED = (TemplateError, TypeError, ValueError)
+"""What a template raises of messages that it does not take."""
 
-    @property
-    def eos_token_id(self) -> int | None: ...
-
-    @property
-    def all_special_ids(self) -> Sequence[int]: ...
-
-    def apply_chat_template(
-        self, conversation: list[Message], *, add_generation_prompt: bool, tokenize: bool, **variables: Any
-    ) -> Any: ...
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
-
-    def decode(self, token_ids: Any, *, skip_special_tokens: bool) -> Any: ...
+SYSTEM_AUTHOR, ENVIRONMENT = trajectory_pb2.AUTHOR_SYSTEM, trajectory_pb2.AUTHOR_ENVIRONMENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,100 +54,245 @@ class Span:
     """AUTHOR_SYSTEM or AUTHOR_ENVIRONMENT."""
 
     token_ids: bytes
-    """[T] "<i4"; the last span of a rendering ends with the generation prompt."""
+    """[T] "<i4"; the last span of a prompt ends with the generation prompt."""
 
     text: str
-    """The words alone, for people."""
+    """The words alone, for people: of a new segment, those that were not said before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What the policy is shown next."""
+
+    spans: Sequence[Span]
+
+    begins_segment: bool = False
+    """Whether it is shown that alone, and none of the tokens before."""
+
+    @property
+    def token_count(self) -> int:
+        return sum(tokens.token_count(span.token_ids) for span in self.spans)
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What the policy wrote."""
+
+    text: str
+    """All of it, for people and rewards."""
+
+    action: Action
+    """As the environment takes it."""
 
 
 class Renderer:
     """Renders for one model."""
 
-    def __init__(self, tokenizer: Tokenizer, variables: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, variables: Mapping[str, Any] | None = None, *, rewriting: Rewriting = "segment"
+    ) -> None:
         """`variables` go to the chat template. Raises ConfigError when the template cannot hold a conversation."""
-        self._tokenizer = tokenizer
-        self._variables = dict(variables or {})
-        self._opening = functools.lru_cache(REMEMBERED)(self._render_opening)
-        self._suffix = functools.lru_cache(REMEMBERED)(self._render_suffix)
+        self.chat = ChatTemplate(tokenizer, variables)
+        self.reading = Reading(self.chat)
+        self.suffixes = Suffixes(self.chat)
+        self.rewriting: Rewriting = rewriting
+        self.stop_token_ids = self.chat.stop_token_ids
+        self._encoded = functools.lru_cache(REMEMBERED)(self._encode)
         self._decoded = functools.lru_cache(REMEMBERED)(self._decode)
-        self.stop_token_ids = self._find_stop_tokens()
 
-    def opening(self, shown: Observation) -> Sequence[Span]:
-        """The prompt of the first turn."""
-        short = len(shown.system) + len(shown.text) <= SHORT
-        return (self._opening if short else self._render_opening)(shown.system, shown.text)
+    def begin(self, shown: Observation) -> "Conversation":
+        """One episode's conversation. Raises EnvironmentFailed where the template cannot hold it."""
+        if shown.tools:
+            _check_tools(shown.tools)
+            if self._tools_problem:
+                raise EnvironmentFailed(
+                    f"The environment has tools, and {self._tools_problem}. Use a model that was made to call tools."
+                )
+        return Conversation(self, shown)
 
-    def continuation(self, text: str, last_token: int) -> Span:
-        """What follows the policy's words when the environment answers `text`.
-
-        `last_token` is the last one that the policy wrote: when it ended its turn as the template does, the end is not
-        repeated.
-        """
-        whole, without_end, end = (self._suffix if len(text) <= SHORT else self._render_suffix)(text)
-        return without_end if last_token == end else whole
+    async def encode(self, text: str) -> bytes:
+        """The text's tokens, [T] "<i4"; of a long one without holding up the others."""
+        if len(text) <= SHORT:
+            return self._encoded(text)
+        return await asyncio.to_thread(self._encode, text) if len(text) > LONG else self._encode(text)
 
     def decode(self, token_ids: bytes) -> str:
-        """The words of the policy, special tokens left out."""
+        """The words, special tokens left out."""
         return (self._decoded if len(token_ids) <= SHORT else self._decode)(token_ids)
 
-    def _render_opening(self, system: str, text: str) -> Sequence[Span]:
-        messages = [{"role": "user", "content": text}]
-        if not system:
-            return (self._span(trajectory_pb2.AUTHOR_ENVIRONMENT, self._encode(self._render(messages)), text),)
-        instructions = [{"role": "system", "content": system}]
-        whole = self._encode(self._render(instructions + messages))
-        cut = self._system_length(instructions, whole)
-        if not cut:
-            return (self._span(trajectory_pb2.AUTHOR_ENVIRONMENT, whole, f"{system}\n\n{text}"),)
-        return (
-            self._span(trajectory_pb2.AUTHOR_SYSTEM, whole[:cut], system),
-            self._span(trajectory_pb2.AUTHOR_ENVIRONMENT, whole[cut:], text),
-        )
-
-    def _system_length(self, instructions: list[Message], whole: list[int]) -> int:
-        """How many tokens of `whole` are instructions; 0 where the template does not keep them apart."""
+    def system_text(self, system: Message, tools: Sequence[Tool], whole: str) -> str:
+        """The part of `whole` that is instructions; empty where the template does not keep them apart."""
         try:
-            alone = self._encode(self._render(instructions, prompt=False))
-        except TemplateError:
-            return 0
-        return len(alone) if whole[: len(alone)] == alone else 0
+            alone = self.chat.render([system.shown], tools=tools or None, prompt=False)
+        except REFUSED:
+            return ""
+        return alone if whole.startswith(alone) else ""
 
-    def _render_suffix(self, text: str) -> tuple[Span, Span, int]:
-        """The suffix, the same without its first token, and that token."""
-        ids = self._encode(self._after_policy(text))
-        author = trajectory_pb2.AUTHOR_ENVIRONMENT
-        return self._span(author, ids, text), self._span(author, ids[1:], text), ids[0]
-
-    def _after_policy(self, text: str) -> str:
-        rendered = self._render(
-            [
-                {"role": "user", "content": ""},
-                {"role": "assistant", "content": SENTINEL},
-                {"role": "user", "content": text},
-            ]
-        )
-        _, found, suffix = rendered.partition(SENTINEL)
-        if not found or not suffix:
-            raise ConfigError("The model's chat template leaves out what the assistant said. Give the model another.")
-        return suffix
-
-    def _find_stop_tokens(self) -> tuple[int, ...]:
-        """The tokenizer's end of sequence, and what the template ends an assistant's message with."""
-        end = self._encode(self._after_policy(""))[0]
-        stops = {self._tokenizer.eos_token_id, end if end in self._tokenizer.all_special_ids else None}
-        return tuple(sorted(token for token in stops if token is not None))
-
-    def _render(self, messages: list[Message], *, prompt: bool = True) -> str:
-        return self._tokenizer.apply_chat_template(
-            messages, add_generation_prompt=prompt, tokenize=False, **self._variables
-        )
-
-    def _encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False)
+    def _encode(self, text: str) -> bytes:
+        return tokens.pack_ids(self.chat.encode(text))
 
     def _decode(self, token_ids: bytes) -> str:
-        return self._tokenizer.decode(tokens.unpack_ids(token_ids).tolist(), skip_special_tokens=True)
+        return self.chat.tokenizer.decode(tokens.unpack_ids(token_ids).tolist(), skip_special_tokens=True)
 
-    @staticmethod
-    def _span(author: "trajectory_pb2.Author.ValueType", ids: Sequence[int], text: str) -> Span:
-        return Span(author, tokens.pack_ids(ids), text)
+    @functools.cached_property
+    def _tools_problem(self) -> str:
+        """Why the model is none for environments with tools; empty where it is."""
+        if not self.reading.format.reads_calls:
+            return (
+                "nothing says how the model calls tools: its tokenizer has no response_template, and its chat template "
+                "no <tool_call>"
+            )
+        call = Call(call_id(0), "f", "{}")
+        asked = [Message(USER).shown]
+        answer = Message(TOOL, SENTINEL, call_id=call.call_id, name=call.name)
+        answered = [*asked, Message(ASSISTANT, calls=(call,)).shown, answer.shown]
+        try:
+            if SENTINEL not in self.chat.render(asked, tools=[_tool(SENTINEL)]):
+                return "the model's chat template does not show them"
+            if SENTINEL not in self.chat.render(answered, tools=[_tool(call.name)]):
+                return "the model's chat template does not show what they give"
+        except REFUSED as error:
+            return f"the model's chat template does not take them: {error}"
+        return ""
+
+
+class Conversation:
+    """One episode's, message by message."""
+
+    def __init__(self, renderer: Renderer, shown: Observation) -> None:
+        self._renderer = renderer
+        self._tools = tuple(shown.tools)
+        self._system = Message(SYSTEM, shown.system)
+        self._text = shown.text
+        instructions = [self._system.shown] if shown.system else []
+        self._messages = [*instructions, Message(USER, shown.text).shown]
+        self._rendering: Rendering | None = None
+        """The latest prompt; None where the template refused to render it."""
+
+        self._said = Message(ASSISTANT)
+        """What the policy said last."""
+
+        self._last_token = b""
+        self._call_count = 0
+
+    async def opening(self) -> Prompt:
+        """The first prompt. Raises EnvironmentFailed."""
+        try:
+            rendered = self._render(self._messages)
+            self._rendering = Rendering.of(rendered)
+        except REFUSED as error:
+            raise EnvironmentFailed(f"The model's chat template cannot render the observation: {error}.") from error
+        encode = self._renderer.encode
+        ids, system = await encode(rendered), self._system
+        alone = await encode(self._renderer.system_text(system, self._tools, rendered)) if system.content else b""
+        if alone and len(alone) < len(ids) and ids.startswith(alone):
+            instructions = Span(SYSTEM_AUTHOR, alone, system.content)
+            return Prompt((instructions, Span(ENVIRONMENT, ids[len(alone) :], self._text)))
+        return Prompt((Span(ENVIRONMENT, ids, f"{system.content}\n\n{self._text}" if system.content else self._text),))
+
+    def read(self, written: bytes) -> Reply:
+        """What the policy wrote, which the conversation goes on from."""
+        self._last_token = written[-4:]
+        text, message, problem = self._read(written)
+        self._said = message
+        self._messages.append(message.shown)
+        if not self._tools:
+            return Reply(text, Action(text))
+        calls = [ToolCall(call.call_id, call.name, call.parsed) for call in message.calls]
+        return Reply(text, Action(message.content, calls, problem))
+
+    async def answer(self, step: Step) -> Prompt:
+        """What the policy is shown of the environment's answer. Raises EnvironmentFailed."""
+        new = [
+            *(Message(TOOL, each.text, call_id=each.tool_call_id, name=each.name) for each in step.tool_results),
+            *([Message(USER, step.text)] if step.text or not step.tool_results else []),
+        ]
+        before, rendered = self._messages, ""
+        self._messages = [*before, *(message.shown for message in new)]
+        try:
+            rendered = self._render(self._messages)
+            suffix = self._suffix(before, rendered)
+        except Rewritten as how:
+            if self._renderer.rewriting == "segment":
+                return await self._anew(rendered, step, str(how))
+            suffix = self._stand_in_suffix(new)
+        except REFUSED as how:
+            log.debug("the template refuses what the policy wrote", cause=str(how))
+            suffix = self._stand_in_suffix(new)
+        self._rendering = Rendering.of(rendered) if rendered else None
+        ids = await self._renderer.encode(suffix)
+        if ids.startswith(self._last_token):  # the policy ended its turn as the template does
+            ids = ids[4:]
+        return Prompt((Span(ENVIRONMENT, ids, words(step)),))
+
+    def _read(self, written: bytes) -> tuple[str, Message, str]:
+        """The text, the message that it is, and what was wrong with its tool calls."""
+        text, reading = self._renderer.decode(written), self._renderer.reading
+        said = reading.decode(tokens.unpack_ids(written).tolist())
+        if reading.format.is_words(said):
+            return text, Message(ASSISTANT, said), ""
+        reader = Reader(reading, self._tools)
+        reader.feed(written)
+        reader.finish()
+        calls = [replace(call, call_id=self._next_call_id()) for call in reader.message.calls]
+        message = replace(reader.message, calls=tuple(calls))
+        return reader.text if self._tools else text, message, reader.problem
+
+    def _suffix(self, before: list[dict[str, Any]], rendered: str) -> str:
+        if self._rendering is None:
+            raise Rewritten("The model's chat template refused what was said before.")
+        return self._renderer.suffixes.after(
+            self._said,
+            len(before),
+            prompt=self._rendering,
+            rendered=rendered,
+            recorded=lambda: self._render(before, prompt=False),
+        )
+
+    def _stand_in_suffix(self, new: Sequence[Message]) -> str:
+        try:
+            return self._renderer.suffixes.after_stand_in(self._said.calls, new, self._tools)
+        except (*REFUSED, Rewritten) as error:
+            raise EnvironmentFailed(f"The model's chat template cannot render the answer: {error}.") from error
+
+    async def _anew(self, rendered: str, step: Step, why: str) -> Prompt:
+        log.debug("the template rewrites what was said: a new segment", cause=why)
+        self._rendering = Rendering.of(rendered)
+        return Prompt((Span(ENVIRONMENT, await self._renderer.encode(rendered), words(step)),), begins_segment=True)
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], *, prompt: bool = True) -> str:
+        return self._renderer.chat.render(messages, tools=self._tools or None, prompt=prompt)
+
+    def _next_call_id(self) -> str:
+        self._call_count += 1
+        return call_id(self._call_count)
+
+
+def call_id(number: int) -> str:
+    """Equal for equal episodes, and of the nine letters and digits that some chat templates insist on."""
+    return f"call{number:05d}"
+
+
+def words(step: Step) -> str:
+    """What the environment said, results of tools first."""
+    return "\n\n".join([*(each.text for each in step.tool_results), *([step.text] if step.text else [])])
+
+
+def _tool(name: str) -> Tool:
+    parameters: dict[str, Any] = {"type": "object", "properties": {}}
+    return {"type": "function", "function": {"name": name, "description": "", "parameters": parameters}}
+
+
+def _check_tools(tools: Sequence[Tool]) -> None:
+    """Raise EnvironmentFailed unless each is one as OpenAI's chat completions describe them."""
+    for tool in tools:
+        function: Any = tool.get("function")
+        if tool.get("type") != "function" or not isinstance(function, Mapping):
+            problem = 'is not {"type": "function", "function": {...}}'
+        elif not (name := cast(Tool, function).get("name")) or not isinstance(name, str):
+            problem = "has no name"
+        elif not isinstance(cast(Tool, function).get("parameters", {}), Mapping):
+            problem = "has parameters that are no JSON schema"
+        else:
+            continue
+        raise EnvironmentFailed(f"The tool {json.dumps(tool, default=str)[:EXCERPT]} {problem}.")

@@ -1,12 +1,13 @@
-"""One episode's record as it is played. Concatenated, its turns are exactly the tokens that the engines saw.
+"""One episode's record: a transcript while it is played, and what was played once it is over.
 
-Pure: time arrives as an argument.
+Concatenated, the turns of a segment are exactly the tokens that the engines saw. Pure: time arrives as an argument.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
-from env_manager.rendering import Span
+from env_manager.rendering import Prompt, words
 from rollfarm import times
 from rollfarm.env import Observation, Step
 from rollfarm.v1 import llm_proxy_pb2, reward_gateway_pb2, sample_buffer_pb2, trajectory_pb2
@@ -22,24 +23,29 @@ class Transcript:
         self._turns: list[trajectory_pb2.Turn] = []
         self._texts: list[str] = []
         self._prompt = bytearray()
+        """Of the segment."""
+
         self._reference = shown.reference
         self._state_hash = shown.state_hash
         self._last = Step()
 
     @property
     def prompt(self) -> bytes:
-        """[T] "<i4", every token so far."""
+        """[T] "<i4", every token of the segment so far."""
         return bytes(self._prompt)
 
     @property
     def token_count(self) -> int:
-        """Tokens so far."""
+        """Tokens of the segment so far."""
         return len(self._prompt) // 4
 
-    def show(self, spans: Sequence[Span]) -> None:
+    def show(self, prompt: Prompt) -> None:
         """Append what the policy is shown."""
-        for span in spans:
-            self._turns.append(trajectory_pb2.Turn(author=span.author, token_ids=span.token_ids))
+        if prompt.begins_segment:
+            self._prompt.clear()
+        for number, span in enumerate(prompt.spans):
+            begins = prompt.begins_segment and not number
+            self._turns.append(trajectory_pb2.Turn(author=span.author, token_ids=span.token_ids, begins_segment=begins))
             self._texts.append(span.text)
             self._prompt += span.token_ids
 
@@ -61,6 +67,7 @@ class Transcript:
         self._turns.append(turn)
         self._texts.append(text)
         self._prompt += result.token_ids
+        self._last = Step(metrics=self._last.metrics)
         self.action_count += 1
 
     def answer(self, step: Step, environment_id: str, seconds: float) -> None:
@@ -72,31 +79,70 @@ class Transcript:
         self._state_hash = step.state_hash
         self._last = step
 
-    def to_score(self, outcome: "trajectory_pb2.Outcome.ValueType") -> reward_gateway_pb2.ScoredEpisode:
-        """The episode as rewards see it: with the environment's last words, which no engine saw."""
+    def end(self, limit: str) -> "Played":
+        """What was played. `limit` is what cut it short; empty where the environment was done."""
+        acted_last = bool(self._turns) and self._turns[-1].author == trajectory_pb2.AUTHOR_POLICY
+        return Played(
+            self.episode,
+            self._turns,
+            self._texts,
+            limit=limit,
+            reference=self._reference,
+            metrics=self._last.metrics,
+            last_words=words(self._last) if acted_last else "",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """A conversation that is over, and whose score is awaited."""
+
+    episode: sample_buffer_pb2.Episode
+
+    turns: Sequence[trajectory_pb2.Turn]
+    """In order."""
+
+    texts: Sequence[str]
+    """Of each turn."""
+
+    limit: str = ""
+    """What cut it short, in words; empty where it came to its own end."""
+
+    reference: str = ""
+    """The right answer, where the environment gave one."""
+
+    metrics: Mapping[str, float] = field(default_factory=dict[str, float])
+    """What the environment measured."""
+
+    last_words: str = ""
+    """The environment's, which no engine saw."""
+
+    @property
+    def outcome(self) -> "trajectory_pb2.Outcome.ValueType":
+        return trajectory_pb2.OUTCOME_TRUNCATED if self.limit else trajectory_pb2.OUTCOME_OK
+
+    def to_score(self) -> reward_gateway_pb2.ScoredEpisode:
+        """The episode as rewards see it."""
         turns = [
-            reward_gateway_pb2.ScoredTurn(
+            trajectory_pb2.ScoredTurn(
                 author=turn.author,
                 text=text,
                 step_reward=turn.step_reward if turn.HasField("step_reward") else None,
             )
-            for turn, text in zip(self._turns, self._texts, strict=True)
+            for turn, text in zip(self.turns, self.texts, strict=True)
         ]
-        if self._turns[-1].author == trajectory_pb2.AUTHOR_POLICY and self._last.text:
-            environment = trajectory_pb2.AUTHOR_ENVIRONMENT
-            turns.append(reward_gateway_pb2.ScoredTurn(author=environment, text=self._last.text))
+        if self.last_words:
+            turns.append(trajectory_pb2.ScoredTurn(author=trajectory_pb2.AUTHOR_ENVIRONMENT, text=self.last_words))
         return reward_gateway_pb2.ScoredEpisode(
             task=self.episode.task,
             turns=turns,
-            reference=self._reference,
-            metrics=self._last.metrics,
-            outcome=outcome,
+            reference=self.reference,
+            metrics=self.metrics,
+            outcome=self.outcome,
         )
 
     def finish(
         self,
-        outcome: "trajectory_pb2.Outcome.ValueType",
-        detail: str,
         score: reward_gateway_pb2.ScoreResponse,
         *,
         trajectory_id: str,
@@ -106,25 +152,25 @@ class Transcript:
     ) -> trajectory_pb2.Trajectory:
         """The trajectory to hand in. `began` and `ended` are seconds since the epoch."""
         episode = self.episode
-        versions = [span.policy_version for turn in self._turns for span in turn.version_spans]
+        versions = [span.policy_version for turn in self.turns for span in turn.version_spans]
         return trajectory_pb2.Trajectory(
             trajectory_id=trajectory_id,
             run_id=episode.run_id,
             group_id=episode.group_id,
             member=episode.member,
             task=episode.task,
-            turns=self._turns,
-            outcome=outcome,
-            outcome_detail=detail,
+            turns=self.turns,
+            outcome=self.outcome,
+            outcome_detail=self.limit,
             reward=score.reward,
             reward_parts=score.parts,
             lease_policy_version=episode.policy_version,
             oldest_policy_version=min(versions, default=episode.policy_version),
-            metrics=self._last.metrics,
+            metrics=self.metrics,
             create_time=times.timestamp(began),
             duration=times.duration(ended - began),
             worker_id=worker_id,
-            turn_texts=self._texts,
+            turn_texts=self.texts,
         )
 
 

@@ -1,4 +1,4 @@
-"""Holds leases: takes one for each free slot, keeps them alive while they are played, hands in what came of them.
+"""Holds leases: takes one for each free slot, stops those that nobody needs, hands in what came of the others.
 
 A lease is in `_held` from the moment it is taken until sample_buffer knows its end, or needs it no more. Every one that
 is still held when the worker stops is given back.
@@ -7,7 +7,7 @@ is still held when the worker stops is given back.
 import asyncio
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import prometheus_client
@@ -15,8 +15,11 @@ import structlog
 
 from env_manager.completions import Completions
 from env_manager.episodes import EpisodeFailed
+from env_manager.heartbeats import Heartbeats, is_outage, unless
+from env_manager.slots import Slots
+from env_manager.standings import Standing, Standings
 from rollfarm import rpc, telemetry
-from rollfarm.errors import DeadlineExceeded, FarmError, LeaseExpired, is_retryable
+from rollfarm.errors import FarmError, LeaseExpired
 from rollfarm.v1 import sample_buffer_pb2, trajectory_pb2
 
 log = structlog.get_logger()
@@ -39,16 +42,23 @@ EPISODE_SECONDS = prometheus_client.Histogram(
     ["domain"],
     buckets=(0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800),
 )
-HELD = prometheus_client.Gauge("rollfarm_env_manager_held_leases", "Episodes being played.")
+HELD = prometheus_client.Gauge("rollfarm_env_manager_held_leases", "Episodes played, scored or handed in.")
 
-Play = Callable[[sample_buffer_pb2.EpisodeLease], Awaitable[trajectory_pb2.Trajectory]]
+Play = Callable[[sample_buffer_pb2.EpisodeLease, Callable[[], None]], Awaitable[trajectory_pb2.Trajectory]]
 
 
 @dataclass(eq=False)
 class _Held:
     lease: sample_buffer_pb2.EpisodeLease
+    standing: Standing
+    is_probe: bool
     task: asyncio.Task[None] | None = None
-    cancelled: sample_buffer_pb2.CancelledLease | None = field(default=None)
+    cancelled: sample_buffer_pb2.CancelledLease | None = None
+    is_playing: bool = True
+    """It has a slot."""
+
+    is_over: bool = False
+    """sample_buffer is being told of its end; cancelling it would save nobody anything."""
 
     @property
     def seconds(self) -> float:
@@ -56,80 +66,149 @@ class _Held:
 
 
 class Worker:
-    """Plays leased episodes in `slots` slots."""
+    """Plays leased episodes, as many at once as there are slots.
 
-    def __init__(self, stub: Any, play: Play, *, worker_id: str, slots: int, environments: Sequence[str] = ()) -> None:
+    An episode that is only being scored has no slot: its reward may wait for siblings, which need slots to be played.
+    How many are scored at once is bounded all the same, by sample_buffer's credits.
+    """
+
+    def __init__(
+        self,
+        stub: Any,
+        play: Play,
+        *,
+        worker_id: str,
+        slots: Slots,
+        standings: Standings,
+        environments: Sequence[str] = (),
+    ) -> None:
         """`stub` is a SampleBufferServiceStub on an aio channel. No `environments` asks for any."""
         self._stub = stub
         self._completions = Completions(stub)
         self._play = play
         self._worker_id = worker_id
         self._environments = environments
-        self._free = slots
-        self._freed = asyncio.Event()
+        self._slots = slots
+        self._standings = standings
         self._held: dict[str, _Held] = {}
-        self._leased = asyncio.Event()
+        self._leases: dict[str, sample_buffer_pb2.EpisodeLease] = {}
+        """Of those held, the ones to keep alive."""
+        self._heartbeats = Heartbeats(stub, self._leases, self._cancel, worker_id=worker_id)
+        self._suspended: asyncio.Queue[Standing] = asyncio.Queue()
+        self._changed = asyncio.Event()
+        """Set when it changed which environments are suspended."""
         HELD.set_function(lambda: len(self._held))
 
     async def run(self) -> None:
         """Lease and play until cancelled, then give back what is unfinished."""
-        try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._heartbeat())
-                group.create_task(self._completions.run())
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._heartbeats.run())
+            group.create_task(self._completions.run())
+            group.create_task(self._probe_suspended(group))
+            try:
                 await self._lease(group)
-        finally:
-            await self._give_back()
+            finally:  # before the episodes end, which takes as long as the slowest environment takes to close
+                await self._give_back()
 
     async def _lease(self, group: asyncio.TaskGroup) -> None:
         while True:
-            while not self._free:
-                self._freed.clear()
-                await self._freed.wait()
-            for lease in await self._ask(self._free):
-                held = self._held[lease.lease_id] = _Held(lease)
-                self._free -= 1
-                held.task = group.create_task(self._hold(held), name=f"episode-{lease.lease_id}")
-                self._leased.set()
+            for lease in await self._ask(await self._slots.free(), self._environments):
+                self._begin(group, lease)
 
-    async def _ask(self, count: int) -> Sequence[sample_buffer_pb2.EpisodeLease]:
+    async def _probe_suspended(self, group: asyncio.TaskGroup) -> None:
+        while True:
+            standing = await self._suspended.get()
+            group.create_task(self._probe(group, standing), name=f"probe-{standing.name}")
+
+    async def _probe(self, group: asyncio.TaskGroup, standing: Standing) -> None:
+        """Play one episode after each suspension, until one comes to its end. It is played beside the slots."""
+        while standing.breaker.is_open:
+            await asyncio.sleep(standing.breaker.reopens_at - asyncio.get_running_loop().time())
+            for lease in await self._ask(1, [standing.name], is_probe=True):
+                await asyncio.wait([self._begin(group, lease, is_probe=True)])
+
+    async def _ask(
+        self, count: int, environments: Sequence[str], *, is_probe: bool = False
+    ) -> Sequence[sample_buffer_pb2.EpisodeLease]:
         """Wait for leases. The same question is asked until it is answered, so that no answer is lost."""
         request = sample_buffer_pb2.LeaseEpisodesRequest(
-            request_id=str(uuid.uuid4()),
-            worker_id=self._worker_id,
-            max_leases=count,
-            environments=self._environments,
+            request_id=str(uuid.uuid4()), worker_id=self._worker_id, max_leases=count, environments=environments
         )
         while True:
-            try:
-                answer = await rpc.call(self._stub.LeaseEpisodes, request, timeout=POLL_SECONDS)
-                return [lease for lease in answer.leases if lease.lease_id not in self._held]
-            except FarmError as error:
-                if not _is_outage(error):
-                    raise
-                log.warning("no leases", cause=str(error))
+            self._changed.clear()
+            request.excluded_environments[:] = [] if is_probe else self._standings.suspended
+            leases = await unless(self._changed, self._leased(request))
+            if leases is not None:
+                return leases
+
+    async def _leased(
+        self, request: sample_buffer_pb2.LeaseEpisodesRequest
+    ) -> Sequence[sample_buffer_pb2.EpisodeLease] | None:
+        """What sample_buffer answers, perhaps nothing. None when it is away."""
+        try:
+            answer = await rpc.call(self._stub.LeaseEpisodes, request, timeout=POLL_SECONDS)
+        except FarmError as error:
+            if not is_outage(error):
+                raise
+            log.warning("no leases", cause=str(error))
+            return None
+        return [lease for lease in answer.leases if lease.lease_id not in self._held]
+
+    def _begin(
+        self, group: asyncio.TaskGroup, lease: sample_buffer_pb2.EpisodeLease, *, is_probe: bool = False
+    ) -> asyncio.Task[None]:
+        standing = self._standings.of(lease.episode.task.environment)
+        held = self._held[lease.lease_id] = _Held(lease, standing, is_probe)
+        self._leases[lease.lease_id] = lease
+        self._slots.take()
+        standing.running += 1
+        self._heartbeats.taken()
+        held.task = group.create_task(self._hold(held), name=f"episode-{lease.lease_id}")
+        return held.task
 
     async def _hold(self, held: _Held) -> None:
-        """Play one episode and hand it in. A cancellation by anyone but `_heartbeat` leaves it held."""
+        """Play one episode and hand it in. A cancellation by anyone but `_cancel` leaves it held."""
         telemetry.begin_trace()
         try:
             failed = await self._settle(held)
         except asyncio.CancelledError:
             if held.cancelled is None:
                 raise
+            outcome = trajectory_pb2.Outcome.Name(held.cancelled.outcome)
+            log.debug("episode cancelled", lease_id=held.lease.lease_id, outcome=outcome, cause=held.cancelled.detail)
             self._count(held, held.cancelled.outcome)
             failed = False
         del self._held[held.lease.lease_id]
+        self._leases.pop(held.lease.lease_id, None)
         if failed:
             await asyncio.sleep(REST_SECONDS)
-        self._free += 1
-        self._freed.set()
+        self._played(held)
+
+    def _to_be_scored(self, held: _Held) -> None:
+        """Its environment has played it to the end."""
+        self._played(held)
+        if held.standing.played(is_probe=held.is_probe):
+            self._changed.set()
+
+    def _played(self, held: _Held) -> None:
+        """Its slot is free, if it is not already."""
+        if held.is_playing:
+            held.is_playing = False
+            held.standing.running -= 1
+            self._slots.give()
+
+    def _cancel(self, cancelled: sample_buffer_pb2.CancelledLease) -> None:
+        held = self._held.get(cancelled.lease_id)
+        if held is not None and held.task is not None and held.cancelled is None and not held.is_over:
+            held.cancelled = cancelled
+            held.task.cancel()
+            del self._leases[cancelled.lease_id]
 
     async def _settle(self, held: _Held) -> bool:
         """Play and report. True when the episode failed."""
         began = asyncio.get_running_loop().time()
         try:
-            trajectory = await self._play(held.lease)
+            trajectory = await self._play(held.lease, lambda: self._to_be_scored(held))
         except EpisodeFailed as failure:
             task = held.lease.episode.task
             log.warning(
@@ -139,7 +218,7 @@ class Worker:
                 environment=task.environment,
                 cause=failure.detail,
             )
-            self._count(held, failure.outcome)
+            self._count(held, failure.outcome, failure.detail)
             await self._fail(held, failure.outcome, failure.detail)
             return True
         self._count(held, trajectory.outcome)
@@ -172,35 +251,9 @@ class Worker:
         except LeaseExpired as error:
             log.info("lease expired", lease_id=held.lease.lease_id, cause=str(error))
         except FarmError as error:
-            if not _is_outage(error):
+            if not is_outage(error):
                 raise
             log.warning("result lost with its lease", lease_id=held.lease.lease_id, cause=str(error))
-
-    async def _heartbeat(self) -> None:
-        """Extend every lease each third of the shortest, and cancel what nobody needs."""
-        while True:
-            if not self._held:
-                self._leased.clear()
-                await self._leased.wait()
-            interval = min(held.seconds for held in self._held.values()) / 3
-            await asyncio.sleep(interval)
-            if self._held:
-                await self._beat(interval)
-
-    async def _beat(self, seconds: float) -> None:
-        request = sample_buffer_pb2.HeartbeatRequest(worker_id=self._worker_id, lease_ids=list(self._held))
-        try:
-            answer = await rpc.call(self._stub.Heartbeat, request, timeout=seconds)
-        except FarmError as error:
-            if not _is_outage(error):
-                raise
-            log.warning("no heartbeat", leases=len(self._held), cause=str(error))
-            return
-        for cancelled in answer.cancelled:
-            held = self._held.get(cancelled.lease_id)
-            if held is not None and held.task is not None and held.cancelled is None:
-                held.cancelled = cancelled
-                held.task.cancel()
 
     async def _give_back(self) -> None:
         """Fail every held lease, so that others can play it at once."""
@@ -221,10 +274,10 @@ class Worker:
             if isinstance(result, BaseException) and not isinstance(result, LeaseExpired):
                 log.warning("lease not given back; it expires", cause=str(result))
 
-    def _count(self, held: _Held, outcome: "trajectory_pb2.Outcome.ValueType") -> None:
+    def _count(self, held: _Held, outcome: "trajectory_pb2.Outcome.ValueType", cause: str = "") -> None:
+        held.is_over = True
         EPISODES.labels(held.lease.episode.task.domain, trajectory_pb2.Outcome.Name(outcome)).inc()
-
-
-def _is_outage(error: FarmError) -> bool:
-    """Whether sample_buffer was away, and not the caller wrong."""
-    return isinstance(error, DeadlineExceeded) or is_retryable(error)
+        now = asyncio.get_running_loop().time()
+        if held.standing.count(outcome, cause, now, is_probe=held.is_probe):
+            self._changed.set()
+            self._suspended.put_nowait(held.standing)

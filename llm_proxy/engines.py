@@ -16,7 +16,7 @@ from grpc import aio
 
 from llm_proxy.config import LlmProxyConfig
 from llm_proxy.metrics import QUEUE_SECONDS
-from llm_proxy.requests import EngineMisbehaved
+from llm_proxy.requests import ABORT, EngineMisbehaved
 from llm_proxy.routing import Router
 from rollfarm import rpc
 from rollfarm.errors import EngineFailed, FarmError, from_rpc
@@ -43,35 +43,45 @@ class Fleet:
         self._connections: dict[str, Connection] = {}
         self._group: asyncio.TaskGroup | None = None
         self._flushing = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_deadline: float | None = None
         self._seen_revision = 0
+        self._bug: asyncio.Future[None] | None = None
         for address in config.engines:
             self.attach(address)
 
     async def run(self) -> None:
-        """Keep a connection to every engine until cancelled."""
+        """Keep a connection to every engine until cancelled. A bug in what a loop turn does is raised here."""
+        self._bug = asyncio.get_running_loop().create_future()
         async with asyncio.TaskGroup() as self._group:
             for connection in self._connections.values():
                 connection.start(self._group)
             try:
-                await asyncio.Event().wait()
+                await self._bug
             finally:
                 for connection in self._connections.values():
                     connection.stop()
 
     def attach(self, address: str) -> str:
-        """Add an engine; its address is its id. Idempotent."""
+        """Add an engine, or keep one that drains; its address is its id. Idempotent."""
+        self.router.attach(address, address)
         if address not in self._connections:
-            self.router.attach(address, address)
             self._connections[address] = Connection(address, self)
             if self._group is not None:
                 self._connections[address].start(self._group)
-                self.wake()
+        if self._group is not None:
+            self.wake()
         return address
 
     def detach(self, engine_id: str) -> None:
         """Remove an engine; its requests continue elsewhere. Raises UnknownEngine."""
         self.router.detach(engine_id, time.monotonic())
         self._connections.pop(engine_id).stop()
+        self.wake()
+
+    def drain(self, engine_id: str) -> None:
+        """Give an engine nothing more, and remove it when it has nothing left. Raises UnknownEngine."""
+        self.router.drain(engine_id)
         self.wake()
 
     def find(self, engine_id: str) -> "Connection | None":
@@ -91,7 +101,15 @@ class Fleet:
 
     def _flush(self) -> None:
         self._flushing = False
-        effects = self.router.step(time.monotonic())
+        try:
+            self._carry_out(time.monotonic())
+        except Exception as bug:  # what was asked for may be half done
+            if self._bug is None or self._bug.done():
+                raise
+            self._bug.set_exception(bug)
+
+    def _carry_out(self, now: float) -> None:
+        effects = self.router.step(now)
         for engine_id, generations in effects.sends.items():
             self._connections[engine_id].send(generations)
         for engine_id, wire_ids in effects.cancels.items():
@@ -99,12 +117,26 @@ class Fleet:
                 connection.cancel(wire_ids)
         for waiter, result in effects.answers:
             waiter.answer(result)
+        for engine_id in effects.left:
+            self._connections.pop(engine_id).stop()
         for seconds in effects.waits:
             QUEUE_SECONDS.observe(seconds)
+        self._set_timer(now)
         if self.router.revision != self._seen_revision:
             self._seen_revision = self.router.revision
             self.changed.notify()
         self.progressed.notify()
+
+    def _set_timer(self, now: float) -> None:
+        """Wake when time alone changes something."""
+        deadline = self.router.next_deadline
+        if deadline == self._timer_deadline and (deadline is None or deadline > now):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer, self._timer_deadline = None, deadline
+        if deadline is not None:
+            self._timer = asyncio.get_running_loop().call_later(max(0.0, deadline - now), self.wake)
 
 
 class Connection:
@@ -144,8 +176,15 @@ class Connection:
         self._outbox_filled.set()
 
     def cancel(self, wire_ids: list[str]) -> None:
-        """Tell the engine to stop these."""
-        self._cancels += wire_ids
+        """Tell the engine to stop these; it never hears of those that were not sent yet."""
+        unsent = {generation.request_id for generation in self._outbox}.intersection(wire_ids)
+        if unsent:
+            self._outbox = [generation for generation in self._outbox if generation.request_id not in unsent]
+            for wire_id in unsent:
+                aborted = engine_pb2.GenerationChunk(request_id=wire_id, finish_reason=ABORT)
+                self._router.receive(self._address, aborted, time.monotonic())
+            self._fleet.wake()
+        self._cancels += [wire_id for wire_id in wire_ids if wire_id not in unsent]
         self._cancels_filled.set()
 
     def give_up(self, detail: str) -> None:
@@ -186,7 +225,7 @@ class Connection:
         while True:
             was_reached = False
             try:
-                async with rpc.channel(self._address) as channel:
+                async with rpc.channel(self._address, spread=False) as channel:
                     stub = engine_pb2_grpc.EngineServiceStub(channel)
                     status = await self._status(stub)
                     was_reached = True
@@ -227,6 +266,8 @@ class Connection:
 
     async def _read(self, call: Any) -> None:
         async for message in call:
+            if message is None:  # gRPC's way to say that it could not parse
+                raise EngineFailed("the engine sends no valid message")
             now = time.monotonic()
             for chunk in message.chunks:
                 self._router.receive(self._address, chunk, now)
@@ -234,10 +275,13 @@ class Connection:
         raise EngineFailed("the engine ended the stream")
 
     async def _write(self, call: Any) -> None:
+        pace = rpc.Pace()
         while True:
             await self._outbox_filled.wait()
+            await pace.wait()
             self._outbox_filled.clear()
             generations, self._outbox = self._outbox, []
+            pace.sent(len(generations))
             for portion in rpc.portions(generations):
                 try:
                     await call.write(engine_pb2.EngineServiceGenerateRequest(generations=portion))

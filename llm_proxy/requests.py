@@ -4,10 +4,12 @@ Invariant: token ids, log-probabilities and version spans always describe the sa
 they came from; nothing is ever generated twice or re-tokenised.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Protocol
 
+from llm_proxy.tenants import Tenant
 from rollfarm import times
 from rollfarm.tokens import append_spans, token_count
 from rollfarm.v1 import engine_pb2, llm_proxy_pb2, trajectory_pb2
@@ -31,14 +33,15 @@ class Waiter(Protocol):
     def answer(self, result: llm_proxy_pb2.GenerationResult) -> None: ...
 
 
+Watch = Callable[[bytes], None]
+"""Is told new tokens, [T] "<i4", as they come; it must not raise."""
+
+
 class Place(Enum):
     """Where a request is."""
 
-    PARKED = auto()
-    """It waits for a version."""
-
-    QUEUED = auto()
-    """It waits for a slot."""
+    WAITING = auto()
+    """It waits for a slot, or for a version."""
 
     RUNNING = auto()
     """An engine has it."""
@@ -56,9 +59,11 @@ class OpenRequest:
     """Position among all requests; breaks ties."""
 
     waiters: list[Waiter]
+    tenant: Tenant
     since: float
     """When it came to its place, seconds."""
 
+    watch: Watch | None = None
     place: Place = Place.DONE
     engine_id: str = ""
     """The engine that has it, or had it last."""
@@ -76,13 +81,19 @@ class OpenRequest:
     generate_seconds: float = 0.0
     token_ids: bytearray = field(default_factory=bytearray)
     logprobs: bytearray = field(default_factory=bytearray)
-    spans: list[trajectory_pb2.VersionSpan] = field(default_factory=list[trajectory_pb2.VersionSpan])
+    spans: list[trajectory_pb2.VersionSpan] = field(init=False)
     top: llm_proxy_pb2.GenerationResult | None = None
     """Holds top_logprobs where they were asked for."""
 
-    @property
-    def request_id(self) -> str:
-        return self.asked.generation.request_id
+    generation: engine_pb2.Generation = field(init=False)
+    """That of `asked`."""
+
+    request_id: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.spans = []
+        self.generation = self.asked.generation
+        self.request_id = self.generation.request_id
 
     @property
     def order(self) -> tuple[int, bool, int]:
@@ -95,24 +106,31 @@ class OpenRequest:
         return len(self.token_ids) // 4
 
     @property
-    def outstanding(self) -> int:
-        """Tokens that its next engine may have to work on: prompt, tokens so far and tokens to come."""
-        return token_count(self.asked.generation.prompt_token_ids) + self.asked.generation.sampling.max_tokens
+    def left(self) -> int:
+        """Tokens that may still be generated."""
+        return self.generation.sampling.max_tokens - self.made
+
+    @property
+    def latest_version(self) -> int:
+        """Of its last token; 0 without tokens."""
+        return self.spans[-1].policy_version if self.spans else 0
 
     def append(self, chunk: engine_pb2.GenerationChunk) -> None:
         """Take the chunk's tokens. Raises EngineMisbehaved, and then takes none."""
-        count = token_count(chunk.token_ids)
-        stamped = sum(span.token_count for span in chunk.version_spans)
-        if not (len(chunk.token_ids) == len(chunk.logprobs) == 4 * count and stamped == count):
+        token_ids, logprobs, spans = chunk.token_ids, chunk.logprobs, chunk.version_spans
+        stamped = sum([span.token_count for span in spans])
+        if not len(token_ids) == len(logprobs) == 4 * stamped:
             raise EngineMisbehaved(
-                f"A chunk has {len(chunk.token_ids)} bytes of ids, {len(chunk.logprobs)} of log-probabilities and "
-                f"versions for {stamped} tokens."
+                f"A chunk has {len(token_ids)} bytes of ids, {len(logprobs)} of log-probabilities and versions for "
+                f"{stamped} tokens."
             )
-        self.token_ids += chunk.token_ids
-        self.logprobs += chunk.logprobs
-        append_spans(self.spans, chunk.version_spans)
+        self.token_ids += token_ids
+        self.logprobs += logprobs
+        append_spans(self.spans, spans)
         if chunk.HasField("top_logprobs"):
             self._append_top(chunk.top_logprobs)
+        if self.watch is not None:
+            self.watch(token_ids)
 
     def _append_top(self, more: trajectory_pb2.TopLogprobs) -> None:
         if self.top is None:
@@ -130,7 +148,7 @@ class OpenRequest:
 
     def completed(self, context_tokens: int) -> "FinishReason.ValueType | None":
         """Why there is nothing left to generate, or None. A context of 0 tokens is unknown."""
-        asked = self.asked.generation
+        asked = self.generation
         if self.token_ids:
             last = int.from_bytes(self.token_ids[-4:], "little", signed=True)
             if last in asked.sampling.stop_token_ids:
@@ -146,8 +164,8 @@ class OpenRequest:
         A seed moves on by the tokens so far, so that a resumed generation does not draw the same random numbers
         twice; it is reproducible given where it was cut, and not equal to the uncut one.
         """
-        asked = self.asked.generation
-        if not self.token_ids and wire_id == asked.request_id:
+        asked = self.generation
+        if not self.token_ids and wire_id == self.request_id:
             return asked
         generation = engine_pb2.Generation()
         generation.CopyFrom(asked)
@@ -176,10 +194,11 @@ class OpenRequest:
             version_spans=self.spans,
             finish_reason=reason,
             engine_id=self.engine_id,
-            queue_duration=times.duration(self.queue_seconds),
-            generate_duration=times.duration(self.generate_seconds),
-            resumption_count=max(0, self.attempts - 1),
         )
+        if self.attempts > 1:
+            result.resumption_count = self.attempts - 1
+        times.set_duration(result.queue_duration, self.queue_seconds)
+        times.set_duration(result.generate_duration, self.generate_seconds)
         if self.top is not None:
             result.top_logprobs.CopyFrom(self.top.top_logprobs)
         return result

@@ -1,99 +1,57 @@
-"""Who runs where: the central queue, the engines' slots, session affinity and the weight gate, as one state machine.
+"""Who runs where: the central queue, the engines' slots and the weight gate, as one state machine.
 
-No clock and no sockets: time is an argument, and what is to be done comes out of `step`. Invariants:
+No clock and no sockets: time is an argument, and what is to be done comes out of `step`, which has to be called after
+every change and at `next_deadline`. Invariants:
 
 - An open request is in the line or with exactly one engine, and is answered once to each of its waiters.
-- Only an engine that serves the policy version and has a free slot is given a request, and none while the gate is
-  closed; after `step` no such engine is idle while a request that may run waits.
-- A request that loses its engine goes to the head of its priority and continues from the tokens that it has.
+- A request is only given to an engine that serves, satisfies the request's demand of a version and has a free slot, and
+  to none while the gate is closed; after `step` no such engine is idle while a request that may run waits.
+- A request that loses its engine goes before those of its priority that were not begun, and continues from the tokens
+  that it has.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 
-from llm_proxy.requests import ABORT, LENGTH, STOP, FinishReason, OpenRequest, Place, Waiter
-from llm_proxy.waiting import WaitingLine
-from rollfarm.errors import (
-    EngineFailed,
-    FarmError,
-    InvalidArgument,
-    UnknownEngine,
-    VersionUnavailable,
-    from_failure,
-    is_retryable,
-    to_failure,
+from llm_proxy.choice import Choice, Chosen
+from llm_proxy.pool import (
+    BEHIND,
+    CONNECTING,
+    DRAINING,
+    SERVING,
+    SUSPENDED,
+    Attempt,
+    EngineState,
+    EngineStatus,
+    Pool,
 )
+from llm_proxy.requests import ABORT, LENGTH, STOP, FinishReason, OpenRequest, Place, Waiter, Watch
+from llm_proxy.settings import RoutingSettings
+from llm_proxy.stuck import StuckAttempts
+from llm_proxy.tenants import Tenant, Tenants
+from llm_proxy.waiting import WaitingLine
+from rollfarm.errors import EngineFailed, FarmError, InvalidArgument, from_failure, is_retryable, to_failure
 from rollfarm.tokens import token_count
 from rollfarm.v1 import engine_pb2, llm_proxy_pb2
 
-CONNECTING = llm_proxy_pb2.Engine.STATE_CONNECTING
-BEHIND = llm_proxy_pb2.Engine.STATE_BEHIND
-SERVING = llm_proxy_pb2.Engine.STATE_SERVING
-
-EngineStatus = engine_pb2.EngineServiceGetStatusResponse
+__all__ = ["BEHIND", "CONNECTING", "DRAINING", "SERVING", "SUSPENDED", "EngineState", "Router", "refusal"]
 
 
-@dataclass(frozen=True, slots=True)
-class RoutingSettings:
-    """What an operator may choose. The configuration explains each."""
-
-    oversubscription: float = 1.0
-    affinity_bound_tokens: int = 2048
-    session_count: int = 100_000
-    max_fruitless_attempts: int = 8
-
-
-@dataclass(slots=True, eq=False)
-class Attempt:
-    """One request's stay with one engine. It holds a slot until the engine says that it is over."""
-
-    request: OpenRequest | None
-    """None once the request was cancelled and the engine has not confirmed it."""
-
-    load: int
-    """Tokens that it may still cost the engine."""
-
-    made_before: int
-    """Tokens that the request brought along."""
-
-
-@dataclass(slots=True, eq=False)
-class EngineState:
-    """An engine as routing sees it."""
-
-    engine_id: str
-    address: str
-    state: "llm_proxy_pb2.Engine.State.ValueType" = CONNECTING
-    status: EngineStatus = field(default_factory=EngineStatus)
-    """Its last word about itself, except the version."""
-
-    version: int = 0
-    detail: str = "not reached yet"
-    attempts: dict[str, Attempt] = field(default_factory=dict[str, Attempt])
-    """By id on the wire."""
-
-    load: int = 0
-    """Outstanding tokens of the attempts."""
-
-    generated: int = 0
-    """Tokens generated through this llm_proxy."""
-
-
-@dataclass(slots=True)
 class Effects:
     """What a step asks for."""
 
-    sends: dict[str, list[engine_pb2.Generation]] = field(default_factory=dict[str, list[engine_pb2.Generation]])
-    """New generations by engine, in order."""
+    def __init__(self) -> None:
+        self.sends: dict[str, list[engine_pb2.Generation]] = {}
+        """New generations by engine, in order."""
 
-    cancels: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
-    """Ids on the wire by engine."""
+        self.cancels: dict[str, list[str]] = {}
+        """Ids on the wire by engine."""
 
-    answers: list[tuple[Waiter, llm_proxy_pb2.GenerationResult]] = field(
-        default_factory=list[tuple[Waiter, llm_proxy_pb2.GenerationResult]]
-    )
-    waits: list[float] = field(default_factory=list[float])
-    """Seconds that each request sent spent in the line, this time."""
+        self.answers: list[tuple[Waiter, llm_proxy_pb2.GenerationResult]] = []
+        self.waits: list[float] = []
+        """Seconds that each request sent spent in the line, this time."""
+
+        self.left: list[str] = []
+        """Engines that drained, and are detached."""
 
 
 class Router:
@@ -101,31 +59,31 @@ class Router:
 
     def __init__(self, settings: RoutingSettings | None = None) -> None:
         self._settings = settings or RoutingSettings()
-        self._line = WaitingLine()
+        self._tenants = Tenants(self._settings.tenants)
+        self._line = WaitingLine(self._tenants, self._settings.version_wait_seconds)
+        self._pool = Pool(self._settings)
+        self._choice = Choice(self._settings)
+        self._stuck = StuckAttempts(self._settings.stuck_seconds)
         self._open: dict[str, OpenRequest] = {}
-        self._engines: dict[str, EngineState] = {}
-        self._free: dict[str, EngineState] = {}
-        self._sessions: dict[str, str] = {}
         self._effects = Effects()
         self._arrivals = 0
         self._wire_ids = 0
-        self.policy_version = 0
-        """The version that engines must serve; it only grows."""
-
-        self.revision = 0
-        """Grows when an engine joins, leaves, restarts or changes state or version."""
-
         self.gate_closed = False
         self.generated_count = 0
         self.finished_count = 0
         self.resumption_count = 0
+        self.moved_count = 0
+        """Stuck requests taken from their engine."""
 
     # --- what clients do ---
 
-    def submit(self, asked: llm_proxy_pb2.ProxiedGeneration, waiter: Waiter, now: float) -> None:
-        """Open a request, or join the open one of the same id.
+    def submit(
+        self, asked: llm_proxy_pb2.ProxiedGeneration, waiter: Waiter, now: float, *, watch: Watch | None = None
+    ) -> None:
+        """Open a request, or join the open one of the same id. The one who opens it may `watch` its tokens come.
 
-        Raises VersionUnavailable when the exact version is gone, and InvalidArgument when the open one is different.
+        Raises VersionUnavailable when the exact version is gone, QuotaExceeded when the tenant has too many open, and
+        InvalidArgument when the open one is different.
         """
         request_id = asked.generation.request_id
         first = self._open.get(request_id)
@@ -135,11 +93,13 @@ class Router:
             if waiter not in first.waiters:
                 first.waiters.append(waiter)
             return
-        self._check_version(asked)
+        if self._pool.served.is_gone(asked):
+            raise self._pool.served.gone(asked)
+        tenant = self._tenants.enter(asked.tenant)
         self._arrivals += 1
-        request = OpenRequest(asked, self._arrivals, [waiter], now)
+        request = OpenRequest(asked, self._arrivals, [waiter], tenant, now, watch)
         self._open[request_id] = request
-        self._line.put(request, self.policy_version)
+        self._line.put(request, now)
 
     def withdraw(self, request_id: str, waiter: Waiter, now: float) -> None:
         """A waiter is gone; with the last one goes the request."""
@@ -156,49 +116,37 @@ class Router:
             self._close(request, now)
             self._finish(request, ABORT)
 
-    # --- what engines do ---
+    # --- what operators do ---
 
     def attach(self, engine_id: str, address: str) -> None:
-        """Add an engine. Idempotent."""
-        if engine_id not in self._engines:
-            self._engines[engine_id] = EngineState(engine_id, address)
-            self.revision += 1
+        """Add an engine, or keep one that drains. Idempotent."""
+        self._pool.attach(engine_id, address)
 
     def detach(self, engine_id: str, now: float) -> None:
         """Remove an engine; its requests continue elsewhere. Raises UnknownEngine."""
         engine = self.engine(engine_id)
-        engine.detail = "detached"
-        self._give_back_all(engine, now)
-        del self._engines[engine_id]
-        self._free.pop(engine_id, None)
-        self.revision += 1
+        self._lose(engine, "detached", now)
+        self._pool.remove(engine)
+
+    def drain(self, engine_id: str) -> None:
+        """Give an engine nothing more; it leaves when it has nothing left. Raises UnknownEngine."""
+        self._pool.drain(self.engine(engine_id))
+
+    # --- what engines do ---
 
     def connected(self, engine_id: str, status: EngineStatus, now: float) -> None:
         """An engine is reachable and has none of our requests."""
-        engine = self.engine(engine_id)
-        engine.state = BEHIND
-        engine.status = status
-        engine.detail = ""
-        self.revision += 1
-        self._set_version(engine, status.policy_version, now)
+        self._pool.connected(self.engine(engine_id), status, now)
+        self._follow_versions(now)
 
     def reported(self, engine_id: str, status: EngineStatus, now: float) -> None:
         """A reachable engine said how it is."""
-        engine = self.engine(engine_id)
-        engine.status = status
-        if status.policy_version != engine.version:
-            self._set_version(engine, status.policy_version, now)
-        self._refresh_free(engine)
+        self._pool.reported(self.engine(engine_id), status, now)
+        self._follow_versions(now)
 
     def lost(self, engine_id: str, detail: str, now: float) -> None:
         """An engine cannot be reached, or its stream broke: its requests continue elsewhere."""
-        engine = self.engine(engine_id)
-        engine.detail = detail
-        if engine.state != CONNECTING:
-            engine.state = CONNECTING
-            self.revision += 1
-        self._give_back_all(engine, now)
-        self._refresh_free(engine)
+        self._lose(self.engine(engine_id), detail, now)
 
     def receive(self, engine_id: str, chunk: engine_pb2.GenerationChunk, now: float) -> None:
         """An engine generated tokens, or is done with a request. Raises EngineMisbehaved."""
@@ -207,14 +155,12 @@ class Router:
         if attempt is None:
             return
         if chunk.token_ids or chunk.version_spans:
-            self._take_tokens(engine, attempt, chunk)
+            self._take_tokens(engine, attempt, chunk, now)
         if not chunk.finish_reason and not chunk.HasField("failure"):
             if attempt.request is not None and attempt.request.broke_exact_version():
                 self._refuse_version(attempt.request, now)
             return
-        self._end_attempt(engine, chunk.request_id)
-        if attempt.request is not None:
-            self._conclude(attempt.request, attempt, chunk, now)
+        self._conclude(engine, attempt, chunk, now)
 
     # --- what the trainer does ---
 
@@ -225,37 +171,83 @@ class Router:
     def open_gate(self) -> None:
         self.gate_closed = False
 
+    def begin_roll(self) -> None:
+        """From now on engines change one after another, and serve the newest version of now until it is their turn."""
+        self._pool.begin_roll()
+
+    def end_roll(self, now: float) -> None:
+        """An engine that does not serve the newest version now is behind."""
+        self._pool.end_roll()
+        self._follow_versions(now)
+
+    def hold(self, engine_id: str) -> None:
+        """Give an engine nothing, and expect nothing, while it takes weights."""
+        if (engine := self._pool.find(engine_id)) is not None:
+            self._pool.hold(engine)
+
+    def release(self, engine_id: str, now: float) -> None:
+        if (engine := self._pool.find(engine_id)) is not None:
+            self._pool.release(engine, now)
+
     def served(self, instances: Mapping[str, str], policy_version: int, now: float) -> None:
         """These engines, each named with the instance that said so, serve the version now.
 
         It becomes the policy's unless a newer one is. An engine that was restarted since has lost it.
         """
         for engine_id, instance_id in instances.items():
-            engine = self._engines.get(engine_id)
-            if engine is not None and engine.state != CONNECTING and engine.status.instance_id == instance_id:
-                self._set_version(engine, policy_version, now)
+            engine = self._pool.find(engine_id)
+            if engine is not None and engine.is_reached and engine.status.instance_id == instance_id:
+                self._pool.set_version(engine, policy_version)
+        self._follow_versions(now)
 
     # --- what is to be done ---
 
     def step(self, now: float) -> Effects:
-        """Give waiting requests to free engines; return everything to do since the last step."""
-        while self._free and not self.gate_closed and (request := self._line.pop()) is not None:
-            self._start(request, self._choose(request), now)
+        """Do what time demands and give waiting requests to free engines; everything to do since the last step."""
+        self._look_at_time(now)
+        if not self.gate_closed:
+            self._give_out(now)
+            self._move_stuck(now)
+        for engine in self._pool.drained():
+            self._pool.remove(engine)
+            self._effects.left.append(engine.engine_id)
         effects, self._effects = self._effects, Effects()
         return effects
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When to step although nothing happened; None is never."""
+        deadlines = (self._line.next_deadline, self._pool.next_check, self._stuck.next_check)
+        return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     # --- how things are ---
 
     @property
+    def policy_version(self) -> int:
+        """The newest version that an engine serves; it only grows. Every engine has to serve it.
+
+        In a roll it is the new version from the first engine that changed; those whose turn is yet to come go on with
+        the one that the roll began with, and are not behind before the roll ends.
+        """
+        return self._pool.served.newest
+
+    @property
+    def revision(self) -> int:
+        """Grows when an engine joins, leaves, restarts or changes state or version."""
+        return self._pool.revision
+
+    @property
     def engines(self) -> list[EngineState]:
-        return list(self._engines.values())
+        return self._pool.engines
 
     def engine(self, engine_id: str) -> EngineState:
         """Raises UnknownEngine."""
-        engine = self._engines.get(engine_id)
-        if engine is None:
-            raise UnknownEngine(f"No engine {engine_id!r} is attached.", engine_id=engine_id)
-        return engine
+        return self._pool.engine(engine_id)
+
+    @property
+    def tenants(self) -> list[Tenant]:
+        """Every tenant with open requests."""
+        return self._tenants.open
 
     @property
     def waiting_count(self) -> int:
@@ -270,31 +262,65 @@ class Router:
     @property
     def context_tokens(self) -> int:
         """Prompt and output together at most: what every engine known takes. 0 is unknown."""
-        return _least(engine.status.context_token_count for engine in self._engines.values())
+        return self._pool.context_tokens
 
     @property
     def vocabulary_size(self) -> int:
         """Token ids that every engine known has. 0 is unknown."""
-        return _least(engine.status.vocabulary_size for engine in self._engines.values())
+        return self._pool.vocabulary_size
 
     def unconfirmed_cancels(self, engine_id: str) -> list[str]:
-        """Cancelled requests whose slots the engine still holds, by id on the wire."""
-        attempts = self.engine(engine_id).attempts
-        return [wire_id for wire_id, attempt in attempts.items() if attempt.request is None]
+        """Requests that left the engine, whose slots it still holds, by id on the wire."""
+        return [wire_id for wire_id, attempt in self.engine(engine_id).attempts.items() if attempt.request is None]
 
-    # --- how it is done ---
+    # --- how requests come to engines ---
 
-    def _start(self, request: OpenRequest, engine: EngineState, now: float) -> None:
+    def _look_at_time(self, now: float) -> None:
+        for request in self._line.overdue(now):
+            self._close(request, now)
+            self._refuse(request, self._pool.served.not_served(request.asked))
+        for engine in self._pool.check(now):
+            for attempt in engine.attempts.values():
+                if attempt.request is not None:
+                    self._stuck.add(attempt)
+        self._stuck.check(now)
+
+    def _give_out(self, now: float) -> None:
+        while (lanes := self._pool.free_lanes()) and (popped := self._line.pop(lanes)) is not None:
+            request, lane = popped
+            self._start(request, self._choice.choose(request, self._pool.candidates(lane)), now)
+
+    def _move_stuck(self, now: float) -> None:
+        """Let stuck requests continue on engines that nobody waits for."""
+        for attempt in self._stuck.attempts:
+            request = attempt.request
+            assert request is not None
+            engine = self.engine(request.engine_id)
+            others = self._others(request, engine)
+            if others and attempt.tenant.may_start and not engine.stands_still:
+                self._leave_engine(request, now)
+                self.moved_count += 1
+                if self._goes_on(request, attempt, engine, cause=f"engine {engine.engine_id} brought no token"):
+                    self._start(request, self._choice.choose(request, others), now)
+
+    def _others(self, request: OpenRequest, engine: EngineState) -> list[EngineState]:
+        lane = self._pool.served.lane(request)
+        free = [] if lane is None else self._pool.free_for(lane)
+        return [other for other in free if other is not engine and other.state == SERVING]
+
+    def _start(self, request: OpenRequest, chosen: Chosen, now: float) -> None:
+        engine, prompt_cost = chosen
         wire_id = self._wire_id(request, engine)
         self._effects.waits.append(now - request.since)
         request.leave_place(now)
         request.place, request.engine_id, request.wire_id = Place.RUNNING, engine.engine_id, wire_id
         self.resumption_count += request.attempts > 0
         request.attempts += 1
-        attempt = Attempt(request, request.outstanding, request.made)
-        engine.attempts[wire_id] = attempt
-        engine.load += attempt.load
-        self._refresh_free(engine)
+        left = request.left
+        prepaid = self._tenants.started(request.tenant, prompt_cost, left)
+        attempt = Attempt(request, wire_id, request.tenant, prompt_cost + left, prepaid, request.made, now)
+        self._pool.start(engine, attempt, now)
+        self._stuck.watch(attempt)
         self._effects.sends.setdefault(engine.engine_id, []).append(request.continuation(wire_id))
 
     def _wire_id(self, request: OpenRequest, engine: EngineState) -> str:
@@ -307,60 +333,73 @@ class Router:
                 break
         return wire_id
 
-    def _choose(self, request: OpenRequest) -> EngineState:
-        """The free engine with least to do, or the session's while it has little more."""
-        best = min(self._free.values(), key=_load)
-        session = request.asked.generation.session_id
-        if not session:
-            return best
-        affine = self._free.get(self._sessions.pop(session, ""))
-        if affine is not None and affine.load - best.load <= self._settings.affinity_bound_tokens:
-            best = affine
-        self._sessions[session] = best.engine_id
-        if len(self._sessions) > self._settings.session_count:
-            del self._sessions[next(iter(self._sessions))]
-        return best
+    # --- how they come back ---
 
-    def _take_tokens(self, engine: EngineState, attempt: Attempt, chunk: engine_pb2.GenerationChunk) -> None:
+    def _take_tokens(
+        self, engine: EngineState, attempt: Attempt, chunk: engine_pb2.GenerationChunk, now: float
+    ) -> None:
         count = token_count(chunk.token_ids)
         if attempt.request is not None:
             attempt.request.append(chunk)
-        spent = min(count, attempt.load)
-        attempt.load -= spent
-        engine.load -= spent
-        engine.generated += count
         self.generated_count += count
+        self._pool.progressed(engine, attempt, count, now)
+        self._stuck.progressed(attempt)
+        paid = min(count, attempt.prepaid)
+        attempt.prepaid -= paid
+        if count > paid:
+            self._tenants.generated(attempt.tenant, count - paid)
 
-    def _conclude(self, request: OpenRequest, attempt: Attempt, chunk: engine_pb2.GenerationChunk, now: float) -> None:
-        """A request's attempt is over: answer it, or let it continue elsewhere."""
+    def _conclude(self, engine: EngineState, attempt: Attempt, chunk: engine_pb2.GenerationChunk, now: float) -> None:
+        """An attempt is over: answer its request, or let that continue elsewhere."""
+        error = from_failure(chunk.failure) if chunk.HasField("failure") else None
+        if error is not None and is_retryable(error):
+            self._pool.failed(engine, attempt, str(error), now)
+        elif chunk.finish_reason in (STOP, LENGTH):
+            engine.breaker.finished()
+        self._pool.end(engine, attempt)
+        self._settle(attempt)
+        request = attempt.request
+        if request is None:
+            return
         request.leave_place(now)
         request.place = Place.DONE
         if request.broke_exact_version():
-            self._refuse(request, self._version_gone(request.asked))
-        elif chunk.HasField("failure"):
-            error = from_failure(chunk.failure)
-            if is_retryable(error):
-                self._requeue(request, attempt, now, cause=str(error))
-            else:
-                self._refuse(request, error)
-        elif chunk.finish_reason in (STOP, LENGTH):
+            self._refuse(request, self._pool.served.gone(request.asked))
+        elif error is not None and not is_retryable(error):
+            self._refuse(request, error)
+        elif error is None and chunk.finish_reason in (STOP, LENGTH):
+            self._tenants.learn(request.tenant, request.made)
             self._finish(request, chunk.finish_reason)
         else:
-            self._requeue(request, attempt, now, cause=f"engine {request.engine_id} gave it back")
+            cause = str(error) if error is not None else f"engine {request.engine_id} gave it back"
+            self._requeue(request, attempt, engine, now, cause=cause)
 
-    def _give_back_all(self, engine: EngineState, now: float) -> None:
+    def _lose(self, engine: EngineState, detail: str, now: float) -> None:
+        """Take everything back from an engine."""
         self._effects.cancels.pop(engine.engine_id, None)
-        attempts, engine.attempts, engine.load = engine.attempts, {}, 0
-        for attempt in attempts.values():
+        attempts = list(engine.attempts.values())
+        self._pool.lost(engine, detail, now)
+        for attempt in attempts:
+            self._settle(attempt)
             if attempt.request is not None:
                 attempt.request.leave_place(now)
-                self._requeue(attempt.request, attempt, now, cause=f"engine {engine.engine_id}: {engine.detail}")
+                self._requeue(attempt.request, attempt, engine, now, cause=f"engine {engine.engine_id}: {detail}")
 
-    def _requeue(self, request: OpenRequest, attempt: Attempt, now: float, *, cause: str) -> None:
-        request.since = now
+    def _settle(self, attempt: Attempt) -> None:
+        """An attempt holds no slot any more."""
+        self._stuck.forget(attempt)
+        self._tenants.ended(attempt.tenant, attempt.prepaid)
+
+    def _requeue(self, request: OpenRequest, attempt: Attempt, engine: EngineState, now: float, *, cause: str) -> None:
+        request.place = Place.DONE
+        if self._goes_on(request, attempt, engine, cause=cause):
+            self._line.put(request, now)
+
+    def _goes_on(self, request: OpenRequest, attempt: Attempt, engine: EngineState, *, cause: str) -> bool:
+        """Whether there is more to generate, by whoever is next. Answers the request if not."""
         if request.made > attempt.made_before:
             request.fruitless_attempts = 0
-        elif not self.gate_closed:
+        elif not (self.gate_closed or engine.is_held):
             request.fruitless_attempts += 1
         reason = request.completed(self.context_tokens)
         if reason is not None:
@@ -368,21 +407,31 @@ class Router:
         elif request.fruitless_attempts > self._settings.max_fruitless_attempts:
             problem = f"{request.fruitless_attempts} engines in a row added no token; the last one: {cause}."
             self._refuse(request, EngineFailed(problem, request_id=request.request_id, cause=cause))
-        elif self._is_version_gone(request.asked):
-            self._refuse(request, self._version_gone(request.asked))
+        elif self._pool.served.is_gone(request.asked):
+            self._refuse(request, self._pool.served.gone(request.asked))
         else:
-            self._line.put(request, self.policy_version)
+            return True
+        return False
+
+    # --- how they end ---
 
     def _close(self, request: OpenRequest, now: float) -> None:
-        """Take an open request from where it is; its engine is told, and holds its slot until it confirms."""
-        request.leave_place(now)
+        """Take an open request from where it is."""
         if request.place is Place.RUNNING:
-            self._engines[request.engine_id].attempts[request.wire_id].request = None
-            self._effects.cancels.setdefault(request.engine_id, []).append(request.wire_id)
+            self._leave_engine(request, now)
         else:
+            request.leave_place(now)
             self._line.remove(request)
+        self._forget(request)
+
+    def _leave_engine(self, request: OpenRequest, now: float) -> None:
+        """Cancel a running request at its engine, which holds its slot until it confirms."""
+        request.leave_place(now)
         request.place = Place.DONE
-        del self._open[request.request_id]
+        attempt = self.engine(request.engine_id).attempts[request.wire_id]
+        attempt.request = None
+        self._stuck.forget(attempt)
+        self._effects.cancels.setdefault(request.engine_id, []).append(request.wire_id)
 
     def _finish(self, request: OpenRequest, reason: "FinishReason.ValueType") -> None:
         self._answer(request, request.result(reason))
@@ -390,75 +439,28 @@ class Router:
     def _refuse(self, request: OpenRequest, error: FarmError) -> None:
         self._answer(request, refusal(request.request_id, error))
 
+    def _refuse_version(self, request: OpenRequest, now: float) -> None:
+        self._close(request, now)
+        self._refuse(request, self._pool.served.gone(request.asked))
+
     def _answer(self, request: OpenRequest, result: llm_proxy_pb2.GenerationResult) -> None:
-        self._open.pop(request.request_id, None)
+        self._forget(request)
         request.place = Place.DONE
         self.finished_count += 1
         for waiter in request.waiters:
             self._effects.answers.append((waiter, result))
 
-    def _refuse_version(self, request: OpenRequest, now: float) -> None:
-        self._close(request, now)
-        self._refuse(request, self._version_gone(request.asked))
+    def _forget(self, request: OpenRequest) -> None:
+        if self._open.pop(request.request_id, None) is not None:
+            self._tenants.leave(request.tenant)
 
-    def _end_attempt(self, engine: EngineState, wire_id: str) -> None:
-        engine.load -= engine.attempts.pop(wire_id).load
-        self._refresh_free(engine)
-
-    def _set_version(self, engine: EngineState, version: int, now: float) -> None:
-        changed = version != engine.version
-        engine.version = version
-        if version > self.policy_version:
-            self.policy_version = version
-            for request in self._line.advance(version):
+    def _follow_versions(self, now: float) -> None:
+        """The line learns which versions are served; whose exact version is gone is refused."""
+        if self._pool.served != self._line.served:
+            for request in self._line.serve(self._pool.served):
                 self._refuse_version(request, now)
-            for other in self._engines.values():
-                changed = self._refresh_state(other) or changed
-        changed = self._refresh_state(engine) or changed
-        self.revision += changed
-
-    def _refresh_state(self, engine: EngineState) -> bool:
-        """Whether the state changed."""
-        before = engine.state
-        if engine.state != CONNECTING:
-            engine.state = SERVING if engine.version == self.policy_version else BEHIND
-            behind = f"serves version {engine.version}, waits for {self.policy_version}"
-            engine.detail = behind if engine.state == BEHIND else ""
-        self._refresh_free(engine)
-        return engine.state != before
-
-    def _refresh_free(self, engine: EngineState) -> None:
-        if engine.state == SERVING and len(engine.attempts) < self._capacity(engine):
-            self._free[engine.engine_id] = engine
-        else:
-            self._free.pop(engine.engine_id, None)
-
-    def _capacity(self, engine: EngineState) -> int:
-        return int(engine.status.slot_count * self._settings.oversubscription)
-
-    def _check_version(self, asked: llm_proxy_pb2.ProxiedGeneration) -> None:
-        if self._is_version_gone(asked):
-            raise self._version_gone(asked)
-
-    def _is_version_gone(self, asked: llm_proxy_pb2.ProxiedGeneration) -> bool:
-        return asked.HasField("exact_version") and asked.exact_version < self.policy_version
-
-    def _version_gone(self, asked: llm_proxy_pb2.ProxiedGeneration) -> VersionUnavailable:
-        return VersionUnavailable(
-            f"Version {asked.exact_version} is gone; {self.policy_version} is served.",
-            exact_version=asked.exact_version,
-            policy_version=self.policy_version,
-        )
 
 
 def refusal(request_id: str, error: FarmError) -> llm_proxy_pb2.GenerationResult:
     """The answer to a request that is refused."""
     return llm_proxy_pb2.GenerationResult(request_id=request_id, failure=to_failure(error))
-
-
-def _load(engine: EngineState) -> int:
-    return engine.load
-
-
-def _least(sizes: Iterable[int]) -> int:
-    return min((size for size in sizes if size), default=0)

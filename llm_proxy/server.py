@@ -6,20 +6,26 @@ travel in one message.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from typing import Any
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import structlog
 from grpc import aio
 
 from llm_proxy.engines import Fleet
-from llm_proxy.routing import EngineState, refusal
+from llm_proxy.pool import EngineState
+from llm_proxy.routing import refusal
+from llm_proxy.tenants import Tenant
 from llm_proxy.validation import check
 from llm_proxy.weights import WeightUpdates
 from rollfarm import rpc
-from rollfarm.errors import FarmError, InvalidArgument, from_failure
+from rollfarm.errors import FarmError, HttpDisabled, InvalidArgument, from_failure
 from rollfarm.service import poll_seconds
 from rollfarm.v1 import llm_proxy_pb2, llm_proxy_pb2_grpc
+
+if TYPE_CHECKING:
+    from llm_proxy.front.wiring import Front
 
 log = structlog.get_logger()
 
@@ -27,6 +33,7 @@ SERVICE = llm_proxy_pb2.DESCRIPTOR.services_by_name["LlmProxyService"].full_name
 
 Context = aio.ServicerContext[Any, Any]
 Result = llm_proxy_pb2.GenerationResult
+Checks = Callable[[llm_proxy_pb2.ProxiedGeneration], None]
 
 
 class Once:
@@ -79,8 +86,9 @@ class Stream:
 class LlmProxyServicer(llm_proxy_pb2_grpc.LlmProxyServiceServicer):
     """gRPC to transitions and back."""
 
-    def __init__(self, fleet: Fleet, stop: asyncio.Event) -> None:
-        """`stop` is set when the service is to drain."""
+    def __init__(self, fleet: Fleet, stop: asyncio.Event, front: "Front | None" = None) -> None:
+        """`stop` is set when the service is to drain; `front` serves agents, where they are served."""
+        self._front_door = front
         self._fleet = fleet
         self._router = fleet.router
         self._weights = WeightUpdates(fleet)
@@ -99,13 +107,15 @@ class LlmProxyServicer(llm_proxy_pb2_grpc.LlmProxyServiceServicer):
 
     async def Generate(self, request: llm_proxy_pb2.GenerateRequest, context: Context) -> Any:
         once = Once()
-        self._submit(request.generation, once)
+        self._checks()(request.generation)
+        self._router.submit(request.generation, once, time.monotonic())
         self._fleet.wake()
         try:
             result = await once.result
-        finally:
+        except asyncio.CancelledError:
             self._router.withdraw(request.generation.generation.request_id, once, time.monotonic())
             self._fleet.wake()
+            raise
         if result.HasField("failure"):
             raise from_failure(result.failure)
         return llm_proxy_pb2.GenerateResponse(result=result)
@@ -143,7 +153,10 @@ class LlmProxyServicer(llm_proxy_pb2_grpc.LlmProxyServiceServicer):
         return llm_proxy_pb2.AttachEngineResponse(engine_id=self._fleet.attach(request.address))
 
     async def DetachEngine(self, request: llm_proxy_pb2.DetachEngineRequest, context: Context) -> Any:
-        self._fleet.detach(request.engine_id)
+        if request.drain:
+            self._fleet.drain(request.engine_id)
+        else:
+            self._fleet.detach(request.engine_id)
         return llm_proxy_pb2.DetachEngineResponse()
 
     async def ListEngines(self, request: llm_proxy_pb2.ListEnginesRequest, context: Context) -> Any:
@@ -165,6 +178,15 @@ class LlmProxyServicer(llm_proxy_pb2_grpc.LlmProxyServiceServicer):
         await self._weights.abort(request.policy_version)
         return llm_proxy_pb2.AbortWeightUpdateResponse()
 
+    async def OpenSession(self, request: llm_proxy_pb2.OpenSessionRequest, context: Context) -> Any:
+        return self._front.open(request)
+
+    async def GetSession(self, request: llm_proxy_pb2.GetSessionRequest, context: Context) -> Any:
+        return llm_proxy_pb2.GetSessionResponse(record=self._front.get(request.session_id))
+
+    async def CloseSession(self, request: llm_proxy_pb2.CloseSessionRequest, context: Context) -> Any:
+        return llm_proxy_pb2.CloseSessionResponse(record=self._front.close(request.session_id))
+
     async def GetStatus(self, request: llm_proxy_pb2.LlmProxyServiceGetStatusRequest, context: Context) -> Any:
         router = self._router
         return llm_proxy_pb2.LlmProxyServiceGetStatusResponse(
@@ -176,7 +198,16 @@ class LlmProxyServicer(llm_proxy_pb2_grpc.LlmProxyServiceServicer):
             finished_count=router.finished_count,
             gate_closed=router.gate_closed,
             resumption_count=router.resumption_count,
+            tenants=[_tenant(tenant) for tenant in router.tenants],
+            session_count=self._front_door.sessions.open_count if self._front_door else 0,
         )
+
+    @property
+    def _front(self) -> "Front":
+        """Raises HttpDisabled."""
+        if self._front_door is None:
+            raise HttpDisabled("This llm_proxy serves no HTTP.")
+        return self._front_door
 
     def _is_news(self, revision: int) -> bool | None:
         """Unequal, not greater: a revision from before a restart of llm_proxy is not waited for."""
@@ -184,23 +215,25 @@ class LlmProxyServicer(llm_proxy_pb2_grpc.LlmProxyServiceServicer):
 
     async def _read(self, request_iterator: AsyncIterator[Any], stream: Stream) -> None:
         async for message in request_iterator:
+            checks, now = self._checks(), time.monotonic()
             for asked in message.generations:
-                self._submit_one(asked, stream)
+                self._submit_one(asked, stream, checks, now)
             self._fleet.wake()
 
-    def _submit_one(self, asked: llm_proxy_pb2.ProxiedGeneration, stream: Stream) -> None:
+    def _submit_one(self, asked: llm_proxy_pb2.ProxiedGeneration, stream: Stream, checks: Checks, now: float) -> None:
         request_id = asked.generation.request_id
         try:
-            self._submit(asked, stream)
+            checks(asked)
+            self._router.submit(asked, stream, now)
             stream.open.add(request_id)
         except FarmError as error:
             log.debug("generation refused", request_id=request_id, trace_id=asked.generation.trace_id, cause=str(error))
             stream.refuse(refusal(request_id, error))
 
-    def _submit(self, asked: llm_proxy_pb2.ProxiedGeneration, waiter: Once | Stream) -> None:
+    def _checks(self) -> Checks:
+        """What requests of this moment are held to: the limits of the engines known."""
         router = self._router
-        check(asked, context_tokens=router.context_tokens, vocabulary_size=router.vocabulary_size)
-        router.submit(asked, waiter, time.monotonic())
+        return partial(check, context_tokens=router.context_tokens, vocabulary_size=router.vocabulary_size)
 
 
 def _engine(engine: EngineState) -> llm_proxy_pb2.Engine:
@@ -215,4 +248,17 @@ def _engine(engine: EngineState) -> llm_proxy_pb2.Engine:
         generated_token_count=engine.generated,
         adapter=engine.status.adapter,
         detail=engine.detail,
+        server_version=engine.status.server_version,
+        decoding_count=engine.status.running_count,
+        waiting_count=engine.status.waiting_count,
+        kv_cache_usage=engine.status.kv_cache_usage,
+        tokens_per_second=engine.tokens_per_second,
+    )
+
+
+def _tenant(tenant: Tenant) -> llm_proxy_pb2.TenantStatus:
+    return llm_proxy_pb2.TenantStatus(
+        tenant=tenant.name,
+        queued_count=tenant.waiting_count,
+        running_count=tenant.open_count - tenant.waiting_count,
     )

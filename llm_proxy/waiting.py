@@ -1,99 +1,117 @@
-"""Requests without a slot: least priority first, then those already begun, then by arrival.
+"""Requests without an engine: by turns of their tenants; in each least priority first, then those already begun, then
+by arrival.
 
-A request whose version is not served yet is parked by that version and costs nothing until it is. Invariant: every
-request here is PARKED or QUEUED, exactly once, and every QUEUED one may go to any serving engine.
+A request whose version is not served yet waits apart, until it is or until its time is up. Invariant: every request
+here is WAITING, in exactly one lane, the one that the versions served give it.
 """
 
-import heapq
+from collections.abc import Collection
 
+from llm_proxy.heaps import Heap
 from llm_proxy.requests import OpenRequest, Place
+from llm_proxy.tenants import Tenant, Tenants
+from llm_proxy.versions import Lane, Served
 
-_COMPACT_AT = 64
+Order = tuple[int, bool, int]
 
 
 class WaitingLine:
     """The central queue."""
 
-    def __init__(self) -> None:
-        self._heap: list[tuple[tuple[int, bool, int], OpenRequest]] = []
-        self._queued = 0
-        self._parked: dict[int, dict[OpenRequest, None]] = {}
-        self._versions: list[int] = []
-        self._parked_count = 0
-        self._exact: dict[int, dict[OpenRequest, None]] = {}
+    def __init__(self, tenants: Tenants, version_wait_seconds: float) -> None:
+        self._tenants = tenants
+        self._version_wait_seconds = version_wait_seconds
+        self._lines: dict[Tenant, dict[Lane, Heap[Order, OpenRequest]]] = {}
+        self._demanding: dict[OpenRequest, Lane] = {}
+        """Requests that may not go anywhere, with their lanes, which change with the versions served."""
+
+        self._version_waits: Heap[float, OpenRequest] = Heap()
+        self._count = 0
+        self.served = Served()
 
     def __len__(self) -> int:
-        return self._queued + self._parked_count
+        return self._count
 
     @property
-    def queued_count(self) -> int:
-        """Requests that wait for nothing but a slot."""
-        return self._queued
+    def next_deadline(self) -> float | None:
+        """When the first request has waited long enough for its version."""
+        return self._version_waits.first_key
 
-    def put(self, request: OpenRequest, policy_version: int) -> None:
-        """Add a request; the served version is `policy_version`."""
-        if request.asked.HasField("exact_version"):
-            self._exact.setdefault(request.asked.exact_version, {})[request] = None
-        needed = needed_version(request)
-        if needed <= policy_version:
-            self._queue(request)
-            return
-        request.place = Place.PARKED
-        if needed not in self._parked:
-            self._parked[needed] = {}
-            heapq.heappush(self._versions, needed)
-        self._parked[needed][request] = None
-        self._parked_count += 1
+    def put(self, request: OpenRequest, now: float) -> None:
+        """Add a request whose version is not gone."""
+        lane = self.served.lane(request)
+        assert lane is not None
+        request.place = Place.WAITING
+        request.tenant.waiting_count += 1
+        self._count += 1
+        if lane is Lane.LATER:
+            self._version_waits.put(request, now + self._version_wait_seconds)
+        self._enter(request, lane)
 
-    def pop(self) -> OpenRequest | None:
-        """Take the first request that may run."""
-        while self._heap:
-            _, request = heapq.heappop(self._heap)
-            if request.place is Place.QUEUED:
-                self._queued -= 1
-                self._forget_exact(request)
-                return request
-        return None
+    def pop(self, lanes: Collection[Lane]) -> tuple[OpenRequest, Lane] | None:
+        """Take the request that goes next to engines that serve these lanes, and say which it was in."""
+        request = self._tenants.turn(lambda tenant: self._first(tenant, lanes))
+        return None if request is None else (request, self.remove(request))
 
-    def remove(self, request: OpenRequest) -> None:
-        """Take a request out, wherever in the line it is. The caller gives it its next place."""
-        self._forget_exact(request)
-        if request.place is Place.PARKED:
-            del self._parked[needed_version(request)][request]
-            self._parked_count -= 1
-            request.place = Place.DONE
-            return
-        self._queued -= 1
+    def remove(self, request: OpenRequest) -> Lane:
+        """Take a request out of its lane, whichever it is in. The caller gives it its next place."""
+        lane = self._demanding.pop(request, Lane.ANY) if self._demanding else Lane.ANY
+        self._leave(request, lane)
         request.place = Place.DONE
-        if len(self._heap) > _COMPACT_AT and self._queued < len(self._heap) // 2:
-            self._heap = [entry for entry in self._heap if entry[1].place is Place.QUEUED]
-            heapq.heapify(self._heap)
+        request.tenant.waiting_count -= 1
+        self._count -= 1
+        return lane
 
-    def advance(self, policy_version: int) -> list[OpenRequest]:
-        """Queue what waited for versions up to this one. Returns those whose exact version is gone, still in line."""
-        while self._versions and self._versions[0] <= policy_version:
-            for request in self._parked.pop(heapq.heappop(self._versions)):
-                self._parked_count -= 1
-                self._queue(request)
-        gone = [version for version in self._exact if version < policy_version]
-        return [request for version in gone for request in self._exact[version]]
+    def serve(self, served: Served) -> list[OpenRequest]:
+        """Other versions are served from now on. Returns requests whose exact version is gone, still in line."""
+        self.served = served
+        gone: list[OpenRequest] = []
+        for request, before in list(self._demanding.items()):
+            lane = served.lane(request)
+            if lane is None:
+                gone.append(request)
+            elif lane is not before:
+                self._leave(request, self._demanding.pop(request))
+                self._enter(request, lane)
+        return gone
 
-    def _queue(self, request: OpenRequest) -> None:
-        request.place = Place.QUEUED
-        heapq.heappush(self._heap, (request.order, request))
-        self._queued += 1
+    def overdue(self, now: float) -> list[OpenRequest]:
+        """Requests that have waited long enough for their version, still in line."""
+        overdue: list[OpenRequest] = []
+        while (due := self._version_waits.first_key) is not None and due <= now:
+            request = self._version_waits.first
+            assert request is not None
+            self._version_waits.discard(request)
+            overdue.append(request)
+        return overdue
 
-    def _forget_exact(self, request: OpenRequest) -> None:
-        if request.asked.HasField("exact_version"):
-            version = request.asked.exact_version
-            del self._exact[version][request]
-            if not self._exact[version]:
-                del self._exact[version]
+    def _enter(self, request: OpenRequest, lane: Lane) -> None:
+        if lane is not Lane.ANY:
+            self._demanding[request] = lane
+        if lane is not Lane.LATER:
+            lines = self._lines.setdefault(request.tenant, {})
+            if (line := lines.get(lane)) is None:
+                line = lines[lane] = Heap()
+            line.put(request, request.order)
+            self._tenants.became_ready(request.tenant)
 
+    def _leave(self, request: OpenRequest, lane: Lane) -> None:
+        if lane is Lane.LATER:
+            self._version_waits.discard(request)
+            return
+        lines = self._lines[request.tenant]
+        line = lines[lane]
+        line.discard(request)
+        if not line:
+            del lines[lane]
+            if not lines:
+                del self._lines[request.tenant]
+        self._tenants.became_unready(request.tenant)
 
-def needed_version(request: OpenRequest) -> int:
-    """The least served version under which the request may run. Without a demand, any."""
-    asked = request.asked
-    if asked.HasField("exact_version"):
-        return asked.exact_version
-    return asked.min_version if asked.HasField("min_version") else 0
+    def _first(self, tenant: Tenant, lanes: Collection[Lane]) -> OpenRequest | None:
+        first = None
+        for lane, line in self._lines[tenant].items():
+            head = line.first if lane in lanes else None
+            if head is not None and (first is None or head.order < first.order):
+                first = head
+        return first

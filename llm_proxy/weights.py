@@ -1,4 +1,4 @@
-"""New weights: received by the engines while they generate, then put to use by all in one short pause.
+"""New weights: received or read by the engines while they generate, then put to use by all in one short pause.
 
 Begin stages the version on each engine by itself; Commit closes the gate, applies on every engine that holds it, and
 opens the gate. Invariant: the gate is open again whatever happens, and an engine is only said to serve a version once
@@ -8,13 +8,14 @@ it has answered so itself. Commits are carried out one at a time, and to their e
 import asyncio
 import time
 from collections.abc import Collection, Coroutine
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import structlog
 from google.protobuf import duration_pb2
 
 from llm_proxy.engines import Fleet
-from llm_proxy.routing import SERVING
+from llm_proxy.routing import DRAINING, SERVING, SUSPENDED
 from rollfarm import rpc
 from rollfarm.errors import (
     DeadlineExceeded,
@@ -32,8 +33,32 @@ log = structlog.get_logger()
 
 T = TypeVar("T")
 
+SERVES = (SERVING, SUSPENDED, DRAINING)
+"""States of an engine whose version counts, whether or not it gets requests."""
+
 _ANSWER_MARGIN_SECONDS = 0.25
 """Left of the caller's deadline to answer with what became of each engine."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A version that is put to use."""
+
+    version: int
+    mode: "engine_pb2.UpdateMode.ValueType"
+    instances: dict[str, str]
+    """The instance of each engine that holds it."""
+
+    drain_until: float
+    """How long requests may go on under the old weights in UPDATE_MODE_DRAIN, monotonic."""
+
+    @property
+    def drains(self) -> bool:
+        return self.mode == engine_pb2.UPDATE_MODE_DRAIN
+
+
+Pauses = dict[str, duration_pb2.Duration]
+"""How long each engine that took a version stood still."""
 
 
 class WeightUpdates:
@@ -50,10 +75,14 @@ class WeightUpdates:
         self._unfinished: set[asyncio.Task[Any]] = set()
 
     async def begin(self, request: llm_proxy_pb2.BeginWeightUpdateRequest) -> llm_proxy_pb2.BeginWeightUpdateResponse:
-        """Stage the version on every engine named, in place of whatever was staged before. Raises VersionOutOfOrder."""
-        self._check_order(request.policy_version)
-        # A trainer that died may have left other weights under the same number: no engine may apply those.
-        self._staged.clear()
+        """Stage the version on every engine named, in place of whatever was staged before. Raises VersionOutOfOrder.
+
+        A commit that is under way, perhaps of a trainer that died, ends first: it counts on what is staged.
+        """
+        async with self._one_at_a_time:
+            self._check_order(request.policy_version)
+            # A trainer that died may have left other weights under the same number: no engine may apply those.
+            self._staged.clear()
         results = await asyncio.gather(*(self._begin_one(request, transfer) for transfer in request.transfers))
         return llm_proxy_pb2.BeginWeightUpdateResponse(results=results)
 
@@ -110,6 +139,8 @@ class WeightUpdates:
             tensors=request.tensors,
             bucket_size_bytes=request.bucket_size_bytes,
         )
+        if request.HasField("stored"):
+            stage.stored.CopyFrom(request.stored)
         await connection.ask("StageWeights", stage, timeout=_within(self._config.stage_timeout_seconds))
         self._staged[engine_id] = (transfer.instance_id, request.policy_version)
 
@@ -122,43 +153,97 @@ class WeightUpdates:
             version = request.policy_version
             self._check_order(version)
             holders = self._holders(version)
-            if holders:
-                return await self._commit(version, request.mode or engine_pb2.UPDATE_MODE_KEEP, holders, drain_seconds)
-            if serving := self._serving(version):
-                return llm_proxy_pb2.CommitWeightUpdateResponse(engine_ids=serving)
-            raise WeightsNotStaged(f"No engine holds version {version}.", policy_version=version)
+            if not holders:
+                if serving := self._serving(version):
+                    return llm_proxy_pb2.CommitWeightUpdateResponse(engine_ids=serving)
+                raise WeightsNotStaged(f"No engine holds version {version}.", policy_version=version)
+            mode = request.mode or engine_pb2.UPDATE_MODE_KEEP
+            change = Change(version, mode, holders, time.monotonic() + drain_seconds)
+            return self._committed(change, await self._put_to_use(change, request.concurrent_engine_count))
 
-    async def _commit(
-        self, version: int, mode: "engine_pb2.UpdateMode.ValueType", holders: dict[str, str], drain_seconds: float
-    ) -> llm_proxy_pb2.CommitWeightUpdateResponse:
-        is_new = version > self._router.policy_version
-        if is_new:
-            self._router.close_gate()
+    async def _put_to_use(self, change: Change, concurrent_engine_count: int) -> Pauses:
+        if change.version <= self._router.policy_version:
+            return await self._change_all(change)
+        if concurrent_engine_count > 0:
+            return await self._roll(change, concurrent_engine_count)
+        self._router.close_gate()
         try:
-            if mode == engine_pb2.UPDATE_MODE_DRAIN:
-                await self._drained(holders, drain_seconds)
-            applied = await asyncio.gather(*(self._apply(engine_id, version, mode) for engine_id in holders))
-            pauses = {engine_id: pause for engine_id, pause in zip(holders, applied, strict=True) if pause is not None}
-            instances = {engine_id: holders[engine_id] for engine_id in pauses}
-            self._router.served(instances, version, time.monotonic())
+            return await self._change_all(change)
         finally:
-            if is_new:
-                self._router.open_gate()
+            self._router.open_gate()
             self._fleet.wake()
-        serving = self._serving(version)
+
+    def _committed(self, change: Change, pauses: Pauses) -> llm_proxy_pb2.CommitWeightUpdateResponse:
+        version, serving = change.version, self._serving(change.version)
         if not pauses.keys() & set(serving):
-            raise WeightsNotStaged(f"None of {len(holders)} engines applied version {version}.", policy_version=version)
+            problem = f"None of {len(change.instances)} engines applied version {version}."
+            raise WeightsNotStaged(problem, policy_version=version)
         longest = max(pauses.values(), key=lambda pause: pause.ToNanoseconds())
         log.info(
             "weights committed", policy_version=version, engines=len(pauses), pause_s=longest.ToNanoseconds() / 1e9
         )
         return llm_proxy_pb2.CommitWeightUpdateResponse(engine_ids=serving, pause_duration=longest)
 
-    async def _apply(
-        self, engine_id: str, version: int, mode: "engine_pb2.UpdateMode.ValueType"
-    ) -> duration_pb2.Duration | None:
+    async def _change_all(self, change: Change) -> Pauses:
+        """All together: whichever applied it serve it from one moment on."""
+        for engine_id in change.instances:
+            self._router.hold(engine_id)
+        try:
+            if change.drains and (busy := await self._still_busy(change.instances, change.drain_until)):
+                raise DeadlineExceeded(f"{busy} requests still run; the old weights keep serving.", running_count=busy)
+            applied = await asyncio.gather(*(self._apply(engine_id, change) for engine_id in change.instances))
+            engine_ids = change.instances.keys()
+            pauses = {name: pause for name, pause in zip(engine_ids, applied, strict=True) if pause is not None}
+            self._serve(change, pauses)
+        finally:
+            self._release(change.instances)
+        return pauses
+
+    async def _roll(self, change: Change, concurrent_engine_count: int) -> Pauses:
+        """A few at a time, those first that do not serve anyway, then those with least to do; the others serve on."""
+        pauses: Pauses = {}
+        places = asyncio.Semaphore(concurrent_engine_count)
+
+        async def take_turn(engine_id: str) -> None:
+            async with places:
+                if (pause := await self._change_one(engine_id, change)) is not None:
+                    pauses[engine_id] = pause
+
+        order = sorted(self._router.engines, key=lambda engine: (engine.state == SERVING, engine.load))
+        self._router.begin_roll()
+        try:
+            await asyncio.gather(*(take_turn(each.engine_id) for each in order if each.engine_id in change.instances))
+        finally:
+            self._router.end_roll(time.monotonic())
+            self._fleet.wake()
+        return pauses
+
+    async def _change_one(self, engine_id: str, change: Change) -> duration_pb2.Duration | None:
+        """How long the engine stood still, or None where it failed."""
+        self._router.hold(engine_id)
+        try:
+            if change.drains and (busy := await self._still_busy([engine_id], change.drain_until)):
+                log.warning("engine did not drain", engine_id=engine_id, running=busy)
+                return None
+            pause = await self._apply(engine_id, change)
+            if pause is not None:
+                self._serve(change, [engine_id])
+            return pause
+        finally:
+            self._release([engine_id])
+
+    def _serve(self, change: Change, engine_ids: Collection[str]) -> None:
+        instances = {engine_id: change.instances[engine_id] for engine_id in engine_ids}
+        self._router.served(instances, change.version, time.monotonic())
+
+    def _release(self, engine_ids: Collection[str]) -> None:
+        for engine_id in engine_ids:
+            self._router.release(engine_id, time.monotonic())
+        self._fleet.wake()
+
+    async def _apply(self, engine_id: str, change: Change) -> duration_pb2.Duration | None:
         """How long the engine stood still, or None where it failed. One that did not say why is looked at anew."""
-        request = engine_pb2.ApplyWeightsRequest(policy_version=version, mode=mode)
+        request = engine_pb2.ApplyWeightsRequest(policy_version=change.version, mode=change.mode)
         timeout = self._config.apply_timeout_seconds
         self._staged.pop(engine_id, None)
         connection = self._fleet.find(engine_id)
@@ -171,18 +256,18 @@ class WeightUpdates:
                 log.warning("engine refused to apply weights", engine_id=engine_id, cause=str(error))
             except FarmError as error:
                 log.warning("engine did not apply weights", engine_id=engine_id, cause=str(error))
-                connection.give_up(f"it did not apply version {version}: {error.problem}")
+                connection.give_up(f"it did not apply version {change.version}: {error.problem}")
         return None
 
-    async def _drained(self, engine_ids: Collection[str], seconds: float) -> None:
+    async def _still_busy(self, engine_ids: Collection[str], until: float) -> int:
+        """Requests that these engines still run when they should have none; 0 as soon as they have."""
         engines = [engine for engine in self._router.engines if engine.engine_id in engine_ids]
 
         def is_idle() -> bool | None:
             return None if any(engine.attempts for engine in engines) else True
 
-        if not await self._fleet.progressed.first(is_idle, seconds):
-            busy = sum(len(engine.attempts) for engine in engines)
-            raise DeadlineExceeded(f"{busy} requests still run; the old weights keep serving.", running_count=busy)
+        await self._fleet.progressed.first(is_idle, max(0.0, until - time.monotonic()))
+        return sum(len(engine.attempts) for engine in engines)
 
     async def _to_the_end(self, work: Coroutine[Any, Any, T]) -> T:
         """Await `work`, which goes on when the caller is cancelled, and is not bound by the caller's deadline."""
@@ -218,7 +303,7 @@ class WeightUpdates:
 
     def _serving(self, version: int) -> list[str]:
         engines = self._router.engines
-        return [engine.engine_id for engine in engines if engine.state == SERVING and engine.version == version]
+        return [engine.engine_id for engine in engines if engine.state in SERVES and engine.version == version]
 
     def _check_order(self, version: int) -> None:
         newest = self._router.policy_version

@@ -64,7 +64,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     add("--group-size", type=int, default=8, help="samples in a group (%(default)s)")
     add("--tokens", type=int, default=1024, help="policy tokens of a sample (%(default)s)")
     add("--rate", type=float, default=5000.0, help="samples a second offered when latency is measured (%(default)g)")
-    add("--calls", type=int, default=4, help="calls of the client under way at once (%(default)s)")
+    add("--calls", type=int, default=8, help="calls under way at once, as of so many env_managers (%(default)s)")
     add("--call-samples", type=int, default=128, help="most samples of one call (%(default)s)")
     add("--linger-ms", type=float, default=2.0, help="a sample waits so long for others of its call (%(default)g)")
     add("--replay-events", type=int, default=1_000_000, help="events of the journal that is read back (%(default)s)")

@@ -2,7 +2,10 @@
 
 import sys
 
+import prometheus_client
+
 from reward_gateway.config import RewardGatewayConfig, RewardGatewayRoot
+from reward_gateway.metrics import DomainsCollector
 from reward_gateway.scoring import Plan, plan
 from reward_gateway.server import SERVICE
 from reward_gateway.wiring import open_gateway
@@ -15,6 +18,7 @@ PROG = "python -m reward_gateway"
 
 async def serve(config: RewardGatewayConfig, shares: Plan) -> None:
     async with open_gateway(config, shares) as gateway:
+        prometheus_client.REGISTRY.register(DomainsCollector(gateway.domains.values()))
         await service.serve(gateway.register, config.listen, services=[SERVICE])
 
 

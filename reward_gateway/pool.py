@@ -7,29 +7,27 @@ Invariant: an idle worker owes no answer. One whose answer or greeting was not a
 import asyncio
 import contextlib
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-import structlog
-
-from reward_gateway.worker import GREETING, HEAD, OK, pack_question
+from reward_gateway.timeouts import Late, Timeout, timed
+from reward_gateway.worker import GREETING, HEAD, pack_question, unpack_answer
 from rollfarm.errors import RewardFailed
 from rollfarm.reward import Score
 from rollfarm.v1 import reward_gateway_pb2
 
-log = structlog.get_logger()
-
 START_SECONDS = 60.0
-"""How long a worker may take to start. Importing a reward's libraries counts with its first score instead."""
+"""How long a worker may take to start and to import its rewards' libraries."""
 
 
 class WorkerPool:
-    """`size` workers, spawned on entry and killed on exit."""
+    """`size` workers that compute `rewards`, spawned on entry and killed on exit."""
 
-    def __init__(self, size: int) -> None:
-        self._workers = [_Worker() for _ in range(size)]
+    def __init__(self, size: int, rewards: Sequence[str] = (), *, megabytes: int = 0, wait_seconds: float = 60) -> None:
+        self._workers = [_Worker([str(megabytes), *rewards]) for _ in range(size)]
         self._idle: asyncio.LifoQueue[_Worker] = asyncio.LifoQueue()
+        self._wait_seconds = wait_seconds
 
     async def __aenter__(self) -> "WorkerPool":
         try:
@@ -49,51 +47,83 @@ class WorkerPool:
         await self._kill()
 
     async def score(
-        self, reward: str, settings: Any, episode: reward_gateway_pb2.ScoredEpisode, *, timeout: float
-    ) -> Score:
-        """The score, or RewardFailed: the reward raised, was late, or took its worker down."""
-        worker = await self._idle.get()
+        self,
+        reward: str,
+        settings: Mapping[str, Any],
+        episodes: Sequence[reward_gateway_pb2.ScoredEpisode],
+        timeout: Timeout,
+    ) -> list[Score]:
+        """A score for each, or RewardFailed: the reward raised, was late, or took its worker down.
+
+        The wait for an idle worker, and the start of a new one, do not count as the reward's time.
+        """
+        async with self._idle_worker(reward) as worker:
+            with timed(timeout) as seconds:
+                try:
+                    frame = await worker.ask(pack_question(reward, settings, seconds, episodes), seconds)
+                except TimeoutError:
+                    raise Late(
+                        f"Reward {reward} gave no score in {seconds:g} s; its worker was replaced.", reward=reward
+                    ) from None
+                except (OSError, EOFError):
+                    problem = f"Reward {reward} took its worker down, which was replaced."
+                    raise RewardFailed(problem, reward=reward) from None
+        return unpack_answer(reward, frame, len(episodes))
+
+    @contextlib.asynccontextmanager
+    async def _idle_worker(self, reward: str) -> AsyncIterator["_Worker"]:
         try:
-            frame = await worker.ask(pack_question(reward, settings, timeout, episode), timeout)
+            async with asyncio.timeout(self._wait_seconds):
+                worker = await self._idle.get()
         except TimeoutError:
-            raise RewardFailed(
-                f"Reward {reward} gave no score in {timeout:g} s; its worker was replaced.", reward=reward
-            ) from None
-        except (OSError, EOFError):
-            raise RewardFailed(f"Reward {reward} took its worker down, which was replaced.", reward=reward) from None
+            waited = f"Reward {reward} waited {self._wait_seconds:g} s for one of {len(self._workers)} workers."
+            raise RewardFailed(waited, reward=reward) from None
+        try:
+            await worker.start()
+            yield worker
+        except _NotStarted as error:
+            raise RewardFailed(f"Reward {reward} has no worker: {error}.", reward=reward) from None
         finally:
             self._idle.put_nowait(worker)
-        if frame[:1] != OK:
-            raise RewardFailed(frame[1:].decode(), reward=reward)
-        verdict = reward_gateway_pb2.RewardServiceScoreResponse.FromString(frame[1:])
-        return Score(verdict.value, verdict.detail)
 
     async def _kill(self) -> None:
         for worker in self._workers:
             await worker.kill()
 
 
-class _Worker:
-    """One process, started again by the next question when the last one was its end."""
+class _NotStarted(Exception):
+    """A worker could not import its rewards, or did not greet in time."""
 
-    def __init__(self) -> None:
+
+class _Worker:
+    """One process, started again before the next question when the last one was its end."""
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        self._arguments = arguments
         self._process: asyncio.subprocess.Process | None = None
         self._asked = 0
 
     async def start(self) -> None:
+        """Have a process. Raises _NotStarted."""
+        if self._process is not None:
+            return
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
             "reward_gateway.worker",
+            *self._arguments,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
         )
-        async with self._kept(START_SECONDS):
-            await self._read(self._process, GREETING)
+        try:
+            async with self._kept(START_SECONDS):
+                if trouble := await self._read(self._process, GREETING):
+                    raise _NotStarted(trouble.decode())
+        except (OSError, EOFError, TimeoutError):
+            raise _NotStarted("it did not start; its last words are in this service's log") from None
 
     async def ask(self, question: bytes, timeout: float) -> bytes:
-        if self._process is None:
-            await self.start()
+        """The answer. Raises TimeoutError, OSError and EOFError, and then its process is gone."""
         process = self._process
         assert process is not None
         assert process.stdin is not None

@@ -45,9 +45,14 @@ print(json.dumps({
     "name": torch.cuda.get_device_name() if cuda else "",
 }))
 """
-VLLM_PROBE = """
+SERVERS = {"vllm": "vLLM", "sglang": "SGLang"}
+"""Adapters that start an inference server, and what it is called."""
+
+SERVER_PROBE = """
+import sys
 from importlib import metadata
-print(metadata.version(metadata.packages_distributions().get("vllm", ["vllm"])[0]))
+name = sys.argv[1]
+print(metadata.version(metadata.packages_distributions().get(name, [name])[0]))
 """
 
 
@@ -118,6 +123,7 @@ def checks(argv: Sequence[str]) -> Iterator[Check]:
     yield "journal", lambda: journal(setting(farm, "sample_buffer", "journal"))
     yield "ports", lambda: ports(farm.up.base_port, engines=farm.up.engines, env_managers=farm.up.env_managers)
     yield "disk", lambda: disk(farm.run.path)
+    yield "sandbox", sandbox
 
 
 def python() -> Finding:
@@ -170,16 +176,26 @@ def engine(farm: "FarmRoot") -> Finding:
     """Whether the engine's adapter can run."""
     from rollfarm.up.config import setting
 
-    if setting(farm, "engine", "adapter") == "vllm":
-        interpreter = str(setting(farm, "engine", "vllm").python)
-        remedy = "make vllm, or set engine.vllm.python to an interpreter that has vLLM."
-        return _found(lambda: f"vLLM {_run(interpreter, '-c', VLLM_PROBE)}, by {interpreter}", remedy)
+    adapter = setting(farm, "engine", "adapter")
+    if adapter == "simulated":
+        return Finding("simulated")
+    if adapter in SERVERS:
+        server = setting(farm, "engine", adapter)
+        return _server(adapter, server.url, str(server.python))
     device, found = setting(farm, "engine", "device"), _computing().get("device")
     if found is None:
         return Finding("embedded, without torch", "Mend torch, above.")
     if device == "cuda" != found:
         return Finding("embedded on cuda, of which torch finds none", "Set engine.device to auto, or mend torch.")
     return Finding(f"embedded on {found if device == 'auto' else device}")
+
+
+def _server(adapter: str, url: str, interpreter: str) -> Finding:
+    title = SERVERS[adapter]
+    if url:
+        return Finding(f"{title} at {url}, which is looked at when its host starts")
+    remedy = f"make {adapter}, or set engine.{adapter}.python to an interpreter that has {title}."
+    return _found(lambda: f"{title} {_run(interpreter, '-c', SERVER_PROBE, adapter)}, by {interpreter}", remedy)
 
 
 def ports(base_port: int, *, engines: int, env_managers: int) -> Finding:
@@ -202,6 +218,23 @@ def disk(path: Path) -> Finding:
     free = shutil.disk_usage(path).free
     remedy = "" if free >= FREE_BYTES else "Make room, or set run.folder to another disk; checkpoints need it."
     return Finding(f"{free / 1e9:.1f} GB free at {path.resolve()}", remedy)
+
+
+def sandbox() -> Finding:
+    """What would keep model-written code in, and what would do so better. A farm that runs none needs none."""
+    from rollfarm.sandbox.config import SandboxConfig
+    from rollfarm.sandbox.levels import LEVELS, Missing
+
+    lacking: list[str] = []
+    for level, look in LEVELS.items():
+        try:
+            look(SandboxConfig(level=level))  # pyright: ignore[reportArgumentType]
+        except Missing as missing:
+            lacking.append(f"{level}: {missing}")
+        else:
+            better = f"; better would be {lacking[0]}" if lacking else ""
+            return Finding(f"{level}{better}")
+    return Finding("none, so that model-written code is refused. " + " ".join(lacking))
 
 
 def _valkey() -> str:

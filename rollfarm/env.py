@@ -19,36 +19,62 @@ episode's own, so a slow one disturbs nobody.
 """
 
 import argparse
-import asyncio
-import contextlib
-import inspect
-import json
-import queue
 import re
-import threading
-import traceback
 from abc import ABC, abstractmethod
-from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn
 
-import structlog
-from grpc import aio
+if TYPE_CHECKING:
+    from rollfarm.reward import Turn
 
-from rollfarm import foreign, service
-from rollfarm.config import ConfigError, Listen, Telemetry, nearest
-from rollfarm.errors import EnvironmentFailed, InvalidArgument, UnknownEnvironment, UnknownSession
-from rollfarm.registry import check_settings
-from rollfarm.telemetry import configure_logging
-from rollfarm.v1 import environment_pb2, environment_pb2_grpc, trajectory_pb2
 
-log = structlog.get_logger()
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A tool that the policy called."""
 
-SERVICE = "rollfarm.v1.EnvironmentService"
+    tool_call_id: str
+    """Names the call within the action."""
 
-CLOSE_SECONDS = 10.0
-"""How long closing one episode may take before it is not waited for any more."""
+    name: str
+    """The tool."""
+
+    arguments: Mapping[str, Any]
+    """By name, as the policy gave them; nothing has checked them against the tool's schema."""
+
+
+class Action(str):
+    """What the policy wrote: a string that also knows the tools that it called.
+
+    Where the environment shows tools, calls and thoughts are left out of the string.
+    """
+
+    __slots__ = ("tool_calls", "tool_problem")
+
+    tool_calls: Sequence[ToolCall]
+    """In the order of the text; empty unless the environment shows tools."""
+
+    tool_problem: str
+    """Why what looks like a tool call could not be read; empty where nothing is wrong."""
+
+    def __new__(cls, text: str = "", tool_calls: Sequence[ToolCall] = (), tool_problem: str = "") -> "Action":
+        action = super().__new__(cls, text)
+        action.tool_calls, action.tool_problem = tool_calls, tool_problem
+        return action
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    """What a tool call gave."""
+
+    tool_call_id: str
+    """The call."""
+
+    name: str
+    """The tool."""
+
+    text: str
+    """What the policy sees of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +92,9 @@ class Observation:
 
     system: str = ""
     """Instructions before everything else; empty is none."""
+
+    tools: Sequence[Mapping[str, Any]] = ()
+    """Tools that the policy may call, as OpenAI's chat completions describe them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +119,9 @@ class Step:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Measures of the episode so far, by name, for example "success"."""
 
+    tool_results: Sequence[ToolResult] = ()
+    """What the action's tool calls gave, shown before the text."""
+
 
 class Environment(ABC):
     """One episode of a world. See the module for how to write one."""
@@ -100,16 +132,25 @@ class Environment(ABC):
     max_turns: ClassVar[int] = 0
     """Most turns of an episode; 0 is without a limit of its own."""
 
-    fast: ClassVar[bool] = False
-    """Whether every method returns within microseconds and may run on the event loop itself."""
+    runs: ClassVar[Literal["loop", "thread", "process"]] = "thread"
+    """Where methods that are not async run: on the event loop itself, when each returns within microseconds; in a
+    thread of the episode's own; or in a process that env_manager starts, when they hold the interpreter for long or
+    may take their process down."""
 
     @abstractmethod
     def reset(self, seed: int, index: int) -> Observation | str | Awaitable[Observation | str]:
         """Start the episode of the task at `index` of its domain; everything random comes from `seed`."""
 
     @abstractmethod
-    def step(self, action: str) -> Step | Awaitable[Step]:
+    def step(self, action: Action) -> Step | Awaitable[Step]:
         """Answer what the policy wrote."""
+
+    def score(self, turns: "Sequence[Turn]", answer: str) -> Step | Awaitable[Step]:
+        """Judge an episode that an agent played by itself: its conversation with the policy, and what it printed.
+
+        Of the Step, the reward and the metrics count, and the text says why. As it is, the answer is the only step.
+        """
+        return self.step(Action(answer))
 
     def close(self) -> Awaitable[None] | None:
         """Let go of resources. Called once, also when the episode ends early. One that hangs is not waited for."""
@@ -118,294 +159,83 @@ class Environment(ABC):
 
 Kind = type[Environment]
 
+MAX_SESSIONS = 10_000
+"""Episodes that a server or a worker holds, unless it is told otherwise."""
+
 
 def name_of(kind: Kind) -> str:
     """What tasks call the environment."""
     return kind.name or re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()
 
 
-def read_settings(kind: Kind, settings_json: str) -> dict[str, Any]:
-    """The settings of a task as `kind` takes them. Raises InvalidArgument, which lists the known ones."""
-    try:
-        settings = json.loads(settings_json or "{}")
-        if not isinstance(settings, dict):
-            raise ConfigError(f"{name_of(kind)}: settings are {settings_json!r}, not a JSON object.")
-        return check_settings(kind, settings, owner=name_of(kind))
-    except (ConfigError, json.JSONDecodeError) as error:
-        raise InvalidArgument(f"{error}", environment=name_of(kind)) from None
-
-
-class Play:
-    """One environment being played. Whatever it raises becomes EnvironmentFailed with the cause."""
-
-    def __init__(self, kind: Kind, settings: Mapping[str, Any]) -> None:
-        self._kind = kind
-        self._settings = settings
-        self._environment: Environment | None = None
-        self._thread = None if kind.fast else _Thread(name_of(kind))
-
-    async def reset(self, seed: int, index: int) -> Observation:
-        return read_observation(name_of(self._kind), await self._call("reset", self._begin, seed, index))
-
-    async def step(self, action: str) -> Step:
-        if self._environment is None:
-            raise UnknownSession("The episode was not reset.")
-        return read_step(name_of(self._kind), await self._call("step", self._environment.step, action))
-
-    async def close(self, seconds: float = CLOSE_SECONDS) -> None:
-        """Let go within `seconds`. An environment that is still in a call is closed after it, and not waited for."""
-        environment, self._environment = self._environment, None
-        try:
-            if environment is not None and self._thread is not None and self._thread.busy:
-                self._thread.soon(environment.close)
-            elif environment is not None:
-                async with asyncio.timeout(seconds):
-                    await self._call("close", environment.close)
-        except TimeoutError:
-            log.warning("environment hangs in close", environment=name_of(self._kind), seconds=seconds)
-        finally:
-            if self._thread is not None:
-                self._thread.stop()
-
-    def _begin(self, seed: int, index: int) -> Any:
-        self._environment = self._kind(**self._settings)
-        return self._environment.reset(seed, index)
-
-    async def _call(self, what: str, method: Callable[..., Any], *args: Any) -> Any:
-        try:
-            if self._thread is None or inspect.iscoroutinefunction(method):
-                answer = method(*args)
-            else:
-                answer = await self._thread.call(method, *args)
-            return await answer if inspect.isawaitable(answer) else answer
-        # Whatever an author's code raises is that episode's failure, and no one else's.
-        except (Exception, SystemExit, asyncio.CancelledError) as error:
-            if isinstance(error, asyncio.CancelledError) and _is_cancelled():
-                raise
-            name = name_of(self._kind)
-            log.warning("environment raised", environment=name, method=what, exception=traceback.format_exc())
-            raise EnvironmentFailed(
-                f"Environment {name}: {what} raised {foreign.cause(error)}.", environment=name
-            ) from error
-
-
-def read_observation(environment: str, returned: object) -> Observation:
-    """What the environment's reset returned. Raises EnvironmentFailed unless every field is what it should be."""
-    shown = Observation(returned) if isinstance(returned, str) else returned
-    try:
-        if not isinstance(shown, Observation):
-            raise ValueError(f"reset returned {type(shown).__name__}, not an Observation or a str")
-        return Observation(
-            text=foreign.text(shown.text, "the observation's text"),
-            reference=foreign.text(shown.reference, "the observation's reference"),
-            state_hash=foreign.text(shown.state_hash, "the observation's state_hash"),
-            system=foreign.text(shown.system, "the observation's system"),
-        )
-    except ValueError as error:
-        raise EnvironmentFailed(f"Environment {environment}: {error}.", environment=environment) from None
-
-
-def read_step(environment: str, returned: object) -> Step:
-    """What the environment's step returned. Raises EnvironmentFailed unless every field is what it should be."""
-    try:
-        if not isinstance(returned, Step):
-            raise ValueError(f"step returned {type(returned).__name__}, not a Step")
-        if not isinstance(returned.metrics, Mapping):
-            raise ValueError(f"the step's metrics is {type(returned.metrics).__name__}, not a mapping")
-        return Step(
-            text=foreign.text(returned.text, "the step's text"),
-            reward=foreign.number(returned.reward, "the step's reward"),
-            done=foreign.flag(returned.done, "the step's done"),
-            truncated=foreign.flag(returned.truncated, "the step's truncated"),
-            state_hash=foreign.text(returned.state_hash, "the step's state_hash"),
-            metrics={
-                foreign.text(name, "a metric's name"): foreign.number(value, f"the step's metric {name!r}")
-                for name, value in returned.metrics.items()
-            },
-        )
-    except ValueError as error:
-        raise EnvironmentFailed(f"Environment {environment}: {error}.", environment=environment) from None
-
-
-def _is_cancelled() -> bool:
-    """Whether somebody cancels this task, or its time is up."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
-
-
-class _Thread:
-    """A daemon thread that makes one episode's calls in order. One that hangs holds up no other, nor the exit."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._calls: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
-        self._started = False
-        self._open = 0
-
-    @property
-    def busy(self) -> bool:
-        """Whether a call was made that has not returned."""
-        return self._open > 0
-
-    async def call(self, method: Callable[..., Any], *args: Any) -> Any:
-        loop = asyncio.get_running_loop()
-        answer: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
-
-        def run() -> None:
-            try:
-                outcome = method(*args), None
-            except BaseException as error:  # carried to the caller
-                outcome = None, error
-            self._open -= 1
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
-                loop.call_soon_threadsafe(_settle, answer, outcome)
-
-        self._open += 1
-        self._calls.put(run)
-        if not self._started:
-            self._started = True
-            threading.Thread(target=self._run, name=f"environment-{self._name}", daemon=True).start()
-        returned, raised = await answer
-        if raised is not None:
-            raise raised
-        return returned
-
-    def soon(self, method: Callable[[], Any]) -> None:
-        """Call `method` after what was called before, and forget it."""
-        self._calls.put(method)
-
-    def stop(self) -> None:
-        """End the thread after what was called before."""
-        self._calls.put(None)
-
-    def _run(self) -> None:
-        while (run := self._calls.get()) is not None:
-            run()
-
-
-def _settle(future: asyncio.Future[Any], result: Any) -> None:
-    if not future.done():
-        future.set_result(result)
-
-
-@dataclass
-class _Session:
-    play: Play
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    reset: environment_pb2.ResetResponse | None = None
-    step_number: int = -1
-    step: environment_pb2.StepResponse | None = None
-
-
-class EnvironmentServicer(environment_pb2_grpc.EnvironmentServiceServicer):
-    """Serves environments. A retried call gets the first answer; calls of one episode run one at a time."""
-
-    def __init__(self, kinds: Sequence[Kind], *, max_sessions: int = 10_000) -> None:
-        self._kinds = {name_of(kind): kind for kind in kinds}
-        self._max_sessions = max_sessions
-        self._sessions: OrderedDict[str, _Session] = OrderedDict()
-
-    def register(self, server: aio.Server) -> None:
-        environment_pb2_grpc.add_EnvironmentServiceServicer_to_server(self, server)
-
-    async def Describe(
-        self, request: environment_pb2.DescribeRequest, context: Any
-    ) -> environment_pb2.DescribeResponse:
-        return environment_pb2.DescribeResponse(environments=[describe(kind) for kind in self._kinds.values()])
-
-    async def Reset(self, request: environment_pb2.ResetRequest, context: Any) -> environment_pb2.ResetResponse:
-        kind = self._kinds.get(request.task.environment)
-        if kind is None:
-            raise unknown_environment(request.task.environment, self._kinds)
-        session = self._sessions.get(request.session_id)
-        if session is None:
-            session = _Session(Play(kind, read_settings(kind, request.task.settings_json)))
-            self._sessions[request.session_id] = session
-            await self._make_room()
-        async with session.lock:
-            if session.reset is None:
-                shown = await session.play.reset(request.task.seed, request.task.index)
-                session.reset = _reset_response(shown)
-            return session.reset
-
-    async def Step(self, request: environment_pb2.StepRequest, context: Any) -> environment_pb2.StepResponse:
-        session = self._sessions.get(request.session_id)
-        if session is None:
-            raise UnknownSession(f"No episode {request.session_id!r} is open.", session_id=request.session_id)
-        self._sessions.move_to_end(request.session_id)
-        async with session.lock:
-            if request.step == session.step_number and session.step is not None:
-                return session.step
-            if request.step != session.step_number + 1:
-                raise InvalidArgument(
-                    f"Step {request.step} does not follow step {session.step_number}.",
-                    step=request.step,
-                    last_step=session.step_number,
-                )
-            step = await session.play.step(request.action)
-            session.step_number, session.step = request.step, _step_response(step)
-            return session.step
-
-    async def Close(self, request: environment_pb2.CloseRequest, context: Any) -> environment_pb2.CloseResponse:
-        await self._close(request.session_id)
-        return environment_pb2.CloseResponse()
-
-    async def _make_room(self) -> None:
-        """Close the episodes that were left alone longest: a dead env_manager closes none."""
-        while len(self._sessions) > self._max_sessions:
-            await self._close(next(iter(self._sessions)))
-
-    async def _close(self, session_id: str) -> None:
-        session = self._sessions.pop(session_id, None)
-        if session is not None:
-            await session.play.close()
-
-
-def describe(kind: Kind) -> environment_pb2.EnvironmentInfo:
-    """The environment as Describe tells it."""
-    summary = (kind.__doc__ or "").strip().split("\n")[0]
-    return environment_pb2.EnvironmentInfo(name=name_of(kind), description=summary, max_turns=kind.max_turns)
-
-
-def unknown_environment(name: str, known: Mapping[str, object]) -> UnknownEnvironment:
-    """The error for a task whose environment is not among `known`."""
-    return UnknownEnvironment(
-        f"Unknown environment {name!r}.{nearest(name, list(known))}", environment=name, known=", ".join(sorted(known))
-    )
-
-
-def _reset_response(shown: Observation) -> environment_pb2.ResetResponse:
-    messages = [environment_pb2.Message(author=trajectory_pb2.AUTHOR_ENVIRONMENT, text=shown.text)]
-    if shown.system:
-        messages.insert(0, environment_pb2.Message(author=trajectory_pb2.AUTHOR_SYSTEM, text=shown.system))
-    return environment_pb2.ResetResponse(messages=messages, reference=shown.reference, state_hash=shown.state_hash)
-
-
-def _step_response(step: Step) -> environment_pb2.StepResponse:
-    messages = [environment_pb2.Message(author=trajectory_pb2.AUTHOR_ENVIRONMENT, text=step.text)] if step.text else []
-    return environment_pb2.StepResponse(
-        messages=messages,
-        reward=step.reward,
-        done=step.done,
-        truncated=step.truncated,
-        state_hash=step.state_hash,
-        metrics=step.metrics,
-    )
-
-
 def serve(*kinds: Kind, argv: Sequence[str] | None = None) -> NoReturn:
-    """Serve the environments until SIGTERM, as the command line says: --host, --port, --max-sessions."""
+    """Serve the environments until SIGTERM, as the command line says; with --attach, dial in to env_manager instead."""
     parser = argparse.ArgumentParser(description="Serves to env_manager: " + ", ".join(map(name_of, kinds)))
     parser.add_argument("--host", default="127.0.0.1", help="interface; 0.0.0.0 is all of them (default: %(default)s)")
     parser.add_argument("--port", type=int, default=7730, help="0 lets the system choose (default: %(default)s)")
     parser.add_argument(
         "--max-sessions",
         type=int,
-        default=10_000,
+        default=MAX_SESSIONS,
         help="episodes held; beyond it the longest idle is closed (default: %(default)s)",
     )
+    parser.add_argument("--attach", metavar="HOST:PORT", help="dial in to the env_manager there, and serve no port")
+    parser.add_argument("--token", default="", help="where the token for --attach lies: env:NAME or file:PATH")
     options = parser.parse_args(argv)
+    if options.attach:
+        attach(kinds, options.attach, token=_read_token(parser, options.token), max_sessions=options.max_sessions)
+    # Here, because whoever only writes an environment shall not wait for gRPC.
+    from rollfarm import service
+    from rollfarm.config import Listen, Telemetry
+    from rollfarm.env_server import SERVICE, EnvironmentServicer
+    from rollfarm.telemetry import configure_logging
+
     configure_logging("environment", Telemetry())
     server = EnvironmentServicer(kinds, max_sessions=options.max_sessions)
     listen = Listen(host=options.host, port=options.port)
-    service.run(lambda: service.serve(server.register, listen, services=[SERVICE]))
+
+    async def main() -> None:
+        await service.serve(server.register, listen, services=[SERVICE], drains=[server.drain])
+        await server.close()
+
+    service.run(main)
+
+
+def attach(
+    kinds: Kind | Sequence[Kind], address: str, *, token: str = "", max_sessions: int = MAX_SESSIONS
+) -> NoReturn:
+    """Dial in to the env_manager at host:port and play for it until SIGTERM. It dials again when the stream breaks.
+
+    `token` is what env_manager.attach_token names; env_manager lets workers on its own machine in without, if it has
+    none. A wrong one ends the process with status 2.
+    """
+    from rollfarm import env_attach, service
+    from rollfarm.config import Telemetry, exit_bad_config
+    from rollfarm.errors import InvalidArgument, WrongToken
+    from rollfarm.telemetry import configure_logging
+
+    configure_logging("environment", Telemetry())
+    played = [kinds] if isinstance(kinds, type) else kinds
+
+    async def main() -> None:
+        stop = service.stop_on_signal()
+        await env_attach.attach(played, address, stop, token=token, max_sessions=max_sessions)
+
+    try:
+        service.run(main)
+    except (WrongToken, InvalidArgument) as error:
+        exit_bad_config(f"attach to {address}", error)
+
+
+def _read_token(parser: argparse.ArgumentParser, source: str) -> str:
+    from rollfarm.config import ConfigError
+    from rollfarm.secret import SOURCE, read_secret
+
+    if not source:
+        return ""
+    try:
+        if not SOURCE.fullmatch(source):
+            raise ConfigError("--token: a token is not shown to everyone. Write env:NAME or file:PATH, where it lies.")
+        return read_secret("--token", source)
+    except ConfigError as error:
+        parser.error(str(error))

@@ -230,6 +230,72 @@ class VersionUnavailable(FarmError):
     remedy = "Ask again with the served version, or without exact_version."
 
 
+class VersionNotServed(FarmError):
+    """The version that was asked for is not served yet; `facts` has the one that is.
+
+    Raised by llm_proxy once a generation has waited as long as it may; the caller asks again.
+    """
+
+    code = code_pb2.UNAVAILABLE
+    reason = "VERSION_NOT_SERVED"
+    remedy = "Ask again later, or look why the trainer publishes nothing."
+
+
+class QuotaExceeded(FarmError):
+    """The tenant has as many requests open as it may.
+
+    Raised by llm_proxy; the caller backs off, or an operator raises the tenant's quota.
+    """
+
+    code = code_pb2.RESOURCE_EXHAUSTED
+    reason = "QUOTA_EXCEEDED"
+    remedy = "Wait for some of them, or raise the tenant's quota in [llm_proxy.tenants]."
+
+
+class Unsupported(FarmError):
+    """The engine cannot do this, or not as it was started.
+
+    Raised by the engine; the operator starts it otherwise.
+    """
+
+    code = code_pb2.UNIMPLEMENTED
+    reason = "UNSUPPORTED"
+    remedy = "Start the engine with what this needs, or do without."
+
+
+class HttpDisabled(FarmError):
+    """This llm_proxy serves no HTTP, so no agent could use a session.
+
+    Raised by llm_proxy; the operator enables it.
+    """
+
+    code = code_pb2.FAILED_PRECONDITION
+    reason = "HTTP_DISABLED"
+    remedy = "Set [llm_proxy.http] enabled = true."
+
+
+class UnknownAgentSession(FarmError):
+    """The agent's session was never opened, has expired, or was lost when llm_proxy restarted.
+
+    Raised by llm_proxy; the caller plays the episode anew.
+    """
+
+    code = code_pb2.NOT_FOUND
+    reason = "UNKNOWN_AGENT_SESSION"
+    remedy = "Open a session first; a restarted llm_proxy forgets its sessions."
+
+
+class SessionsFull(FarmError):
+    """As many sessions are open as llm_proxy keeps.
+
+    Raised by llm_proxy; the caller closes those that are done.
+    """
+
+    code = code_pb2.RESOURCE_EXHAUSTED
+    reason = "SESSIONS_FULL"
+    remedy = "Close sessions that are done, or raise llm_proxy.http.session_count."
+
+
 class WeightsFailed(FarmError):
     """A transfer of weights broke off.
 
@@ -296,6 +362,72 @@ class EnvironmentFailed(FarmError):
     remedy = "Mend the environment; the episode is leased again."
 
 
+class WrongToken(FarmError):
+    """The caller's token is missing or wrong.
+
+    Raised by env_manager to a worker that dials in; people correct the token.
+    """
+
+    code = code_pb2.UNAUTHENTICATED
+    reason = "WRONG_TOKEN"
+    remedy = "Give the worker the token of env_manager.attach_token."
+
+
+class PackageMissing(FarmError):
+    """An environment or a reward needs a package, or its data, that is not installed.
+
+    Raised by env_manager's adapters and by rewards; people install it.
+    """
+
+    code = code_pb2.FAILED_PRECONDITION
+    reason = "PACKAGE_MISSING"
+    remedy = "Install what is missing where this service runs."
+
+
+class SandboxUnavailable(FarmError):
+    """Nothing on this machine can keep model-written code in, so that none is run.
+
+    Raised by env_manager and reward_gateway; the episode fails, and people install a sandbox.
+    """
+
+    code = code_pb2.FAILED_PRECONDITION
+    reason = "SANDBOX_UNAVAILABLE"
+    remedy = "Install bubblewrap, or run on Linux 6.12 or newer (as root, 5.13), or give access to docker."
+
+
+class SandboxFailed(FarmError):
+    """The sandbox itself failed, and not the program in it.
+
+    Raised by env_manager and reward_gateway; the episode fails with this cause, and is never scored 0.
+    """
+
+    code = code_pb2.INTERNAL
+    reason = "SANDBOX_FAILED"
+    remedy = "The episode is played again; look at the service's log if it happens often."
+
+
+class AgentFailed(FarmError):
+    """An agent that plays an episode by itself exited with an error, hung or could not be started.
+
+    Raised by env_manager; the episode fails and is leased again.
+    """
+
+    code = code_pb2.INTERNAL
+    reason = "AGENT_FAILED"
+    remedy = "Mend the agent; its last output is in the cause."
+
+
+class EndpointFailed(FarmError):
+    """A model behind an OpenAI-compatible endpoint gave no usable answer: a judge, a simulated user.
+
+    Raised by whoever asks; the episode fails with this cause, and is never scored 0.
+    """
+
+    code = code_pb2.INTERNAL
+    reason = "ENDPOINT_FAILED"
+    remedy = "Check that the endpoint runs and that its base_url, model and key are right."
+
+
 class UnknownDomain(FarmError):
     """No reward is configured for the domain; the message lists the known ones.
 
@@ -327,6 +459,12 @@ class Unavailable(FarmError):
     code = code_pb2.UNAVAILABLE
     reason = "UNAVAILABLE"
     remedy = "Check that the service runs and that the address is right."
+
+
+class InvalidAnswer(Unavailable):
+    """The service answered with what is no message. Raised at the caller; asking again gives the same answer."""
+
+    remedy = "Mend the service: it breaks the contract, for example by text that is not UTF-8."
 
 
 class DeadlineExceeded(FarmError):

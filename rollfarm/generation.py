@@ -3,11 +3,20 @@
 A limit of 0 is unknown, and not checked.
 """
 
-import math
+import sys
+
+import numpy as np
 
 from rollfarm.errors import InvalidArgument
 from rollfarm.tokens import Ids
 from rollfarm.v1 import trajectory_pb2
+
+_NO_ID = 2**31
+"""The first number that is no token id in any vocabulary."""
+
+_FINITE = sys.float_info.max
+_RANGES = (("max_tokens", 1, _FINITE), ("temperature", 0, _FINITE), ("top_p", 0, 1), ("top_k", 0, _FINITE))
+"""What is least and most allowed, whatever the model. What is not a number is in no range."""
 
 
 def check_prompt(prompt: Ids, *, context_tokens: int, vocabulary_size: int) -> None:
@@ -20,7 +29,8 @@ def check_prompt(prompt: Ids, *, context_tokens: int, vocabulary_size: int) -> N
             prompt_token_count=len(prompt),
             context_token_count=context_tokens,
         )
-    if prompt.min() < 0 or 0 < vocabulary_size <= prompt.max():
+    # One pass for both ends: read as unsigned, an id below 0 is greater than any vocabulary.
+    if prompt.view(np.uint32).max() >= (vocabulary_size or _NO_ID):
         wrong = int(prompt.min() if prompt.min() < 0 else prompt.max())
         raise InvalidArgument(
             f"Token id {wrong} is outside of the vocabulary of {vocabulary_size or 'unknown size'}.",
@@ -31,15 +41,8 @@ def check_prompt(prompt: Ids, *, context_tokens: int, vocabulary_size: int) -> N
 
 def check_sampling(sampling: trajectory_pb2.Sampling, *, vocabulary_size: int) -> None:
     """Raise InvalidArgument unless every number is finite and in its range."""
-    ranges = (
-        ("max_tokens", 1, math.inf),
-        ("temperature", 0, math.inf),
-        ("top_p", 0, 1),
-        ("top_k", 0, math.inf),
-        ("top_logprobs", 0, vocabulary_size or math.inf),
-    )
-    for name, least, most in ranges:
+    for name, least, most in (*_RANGES, ("top_logprobs", 0, vocabulary_size or _FINITE)):
         value = getattr(sampling, name)
-        if not (math.isfinite(value) and least <= value <= most):
-            allowed = f"at least {least}" if most == math.inf else f"between {least} and {most}"
+        if not least <= value <= most:
+            allowed = f"at least {least}" if most == _FINITE else f"between {least} and {most}"
             raise InvalidArgument(f"{name} is {value}; it must be {allowed}.", **{name: value})

@@ -134,6 +134,8 @@ def _print_one(console: "Console", lineage: Any) -> None:
 def turn_facts(turn: "Turn") -> str:
     """What is known of a turn beside its text, on one line."""
     facts = [f"{len(turn.token_ids) // 4} tokens"]
+    if turn.begins_segment:
+        facts.append("rendered anew")
     if turn.version_spans:
         facts.append("versions " + ", ".join(f"{s.policy_version}×{s.token_count}" for s in turn.version_spans))
     if turn.HasField("step_reward"):

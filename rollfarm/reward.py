@@ -10,24 +10,24 @@ a server of its own, which the farm reaches by [reward_gateway.external.NAME]:
         serve(brevity)
 
 It may be async. Raise where there is nothing to judge by: the episode is then played again, and is never scored 0.
+Raise TryAgain where another attempt may succeed. `@pure` lets a score be remembered, and `@compares` marks a function
+of a whole group:
+
+    @compares
+    def shorter(episodes: Sequence[Episode]) -> list[float]:
+        longest = max(len(episode.answer) for episode in episodes)
+        return [longest - len(episode.answer) for episode in episodes]
 """
 
-import argparse
 import inspect
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, TypeVar
 
-from grpc import aio
-
-from rollfarm import foreign, service
-from rollfarm.config import Listen, Telemetry
+from rollfarm import foreign
 from rollfarm.errors import RewardFailed
-from rollfarm.telemetry import configure_logging
-from rollfarm.v1 import reward_gateway_pb2, reward_gateway_pb2_grpc, trajectory_pb2
-
-SERVICE = "rollfarm.v1.RewardService"
+from rollfarm.v1 import reward_gateway_pb2, trajectory_pb2
 
 Author = Literal["system", "environment", "policy"]
 
@@ -97,7 +97,49 @@ class Score:
     """Why, in words."""
 
 
-Reward = Callable[..., float | Score | Awaitable[float | Score]]
+Verdict = float | Score
+
+Reward = Callable[..., Verdict | Awaitable[Verdict] | Sequence[Verdict] | Awaitable[Sequence[Verdict]]]
+"""Of an episode; or, where it `compares`, of a sequence of them, with a verdict for each."""
+
+F = TypeVar("F", bound=Reward)
+
+
+class TryAgain(RewardFailed):
+    """There is no score, and another attempt may give one: a judge's words that cannot be read, a service that is busy.
+
+    Raised by rewards; reward_gateway asks again a few times before it fails the episode.
+    """
+
+    def __init__(self, problem: str, **facts: object) -> None:
+        super().__init__(problem, **{**facts, "again": True})
+
+
+def may_pass(failure: RewardFailed) -> bool:
+    """Whether another attempt may give a score."""
+    return "again" in failure.facts
+
+
+def compares(function: F) -> F:
+    """Mark a function that takes all episodes of a group, at least two, and returns a verdict for each, in order."""
+    function.__dict__["compares"] = True
+    return function
+
+
+def is_comparison(function: Reward) -> bool:
+    """Whether it takes all episodes of a group."""
+    return function.__dict__.get("compares", False)
+
+
+def pure(function: F) -> F:
+    """Mark a function that always gives the same episode the same score, which may therefore be remembered."""
+    function.__dict__["pure"] = True
+    return function
+
+
+def is_pure(function: Reward) -> bool:
+    """Whether its scores may be remembered."""
+    return function.__dict__.get("pure", False)
 
 
 def read_episode(episode: reward_gateway_pb2.ScoredEpisode) -> Episode:
@@ -132,38 +174,54 @@ def read_score(name: str, returned: object) -> Score:
 
 async def score(name: str, function: Reward, episode: Episode) -> Score:
     """Call the reward here and now. Whatever it raises becomes RewardFailed with the cause."""
+    return read_score(name, await _returned(name, function, episode))
+
+
+async def score_group(name: str, function: Reward, episodes: Sequence[Episode]) -> list[Score]:
+    """Call the reward that compares here and now. Raises RewardFailed, also for another number of verdicts."""
+    returned = await _returned(name, function, episodes)
     try:
-        returned = function(episode)
-        if inspect.isawaitable(returned):
-            returned = await returned
+        verdicts = list(returned)
+    except TypeError:
+        kind = type(returned).__name__
+        raise RewardFailed(f"Reward {name}: returned {kind}, not one verdict for each episode.", reward=name) from None
+    return read_scores(name, verdicts, len(episodes))
+
+
+def read_scores(name: str, returned: Sequence[object], count: int) -> list[Score]:
+    """What a comparison of `count` episodes gave. Raises RewardFailed unless each has a finite number."""
+    if len(returned) != count:
+        raise RewardFailed(f"Reward {name}: {len(returned)} verdicts for {count} episodes.", reward=name)
+    return [read_score(name, verdict) for verdict in returned]
+
+
+async def _returned(name: str, function: Reward, argument: Episode | Sequence[Episode]) -> Any:
+    try:
+        returned = function(argument)
+        return await returned if inspect.isawaitable(returned) else returned
+    except TryAgain as error:
+        raise TryAgain(f"Reward {name}: {error.problem}", reward=name) from error
     except (Exception, SystemExit) as error:  # whatever an author's code raises is that score's failure
         raise RewardFailed(f"Reward {name} raised {foreign.cause(error)}.", reward=name) from error
-    return read_score(name, returned)
 
 
-class RewardServicer(reward_gateway_pb2_grpc.RewardServiceServicer):
-    """Serves one reward under any name."""
+def pack_score(score: Score) -> reward_gateway_pb2.RewardServiceScoreResponse:
+    """The score as a scorer sends it."""
+    return reward_gateway_pb2.RewardServiceScoreResponse(value=score.value, detail=score.detail)
 
-    def __init__(self, function: Reward) -> None:
-        self._function = function
 
-    def register(self, server: aio.Server) -> None:
-        reward_gateway_pb2_grpc.add_RewardServiceServicer_to_server(self, server)
+def pack_scores(scores: Sequence[Score]) -> reward_gateway_pb2.ScoreGroupResponse:
+    """The scores as a scorer that compares sends them."""
+    return reward_gateway_pb2.ScoreGroupResponse(verdicts=[pack_score(score) for score in scores])
 
-    async def Score(
-        self, request: reward_gateway_pb2.RewardServiceScoreRequest, context: Any
-    ) -> reward_gateway_pb2.RewardServiceScoreResponse:
-        verdict = await score(request.reward, self._function, read_episode(request.episode))
-        return reward_gateway_pb2.RewardServiceScoreResponse(value=verdict.value, detail=verdict.detail)
+
+def unpack_scores(name: str, answer: reward_gateway_pb2.ScoreGroupResponse, count: int) -> list[Score]:
+    """The scores of `count` episodes as a scorer sent them. Raises RewardFailed as `read_scores` does."""
+    return read_scores(name, [Score(verdict.value, verdict.detail) for verdict in answer.verdicts], count)
 
 
 def serve(function: Reward, *, argv: Sequence[str] | None = None) -> NoReturn:
     """Serve the reward until SIGTERM, as the command line says: --host, --port."""
-    parser = argparse.ArgumentParser(description="Serves a reward to reward_gateway")
-    parser.add_argument("--host", default="127.0.0.1", help="interface; 0.0.0.0 is all of them (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=7740, help="0 lets the system choose (default: %(default)s)")
-    options = parser.parse_args(argv)
-    configure_logging("reward", Telemetry())
-    server = RewardServicer(function)
-    listen = Listen(host=options.host, port=options.port)
-    service.run(lambda: service.serve(server.register, listen, services=[SERVICE]))
+    from rollfarm.reward_server import main  # here, because a reward that is not served needs none of it
+
+    main(function, argv)

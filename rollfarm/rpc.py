@@ -13,7 +13,7 @@ from grpc import aio
 from grpc_health.v1 import health_pb2
 
 from rollfarm import telemetry
-from rollfarm.errors import DeadlineExceeded, FarmError, from_rpc, is_retryable
+from rollfarm.errors import DeadlineExceeded, FarmError, InvalidAnswer, from_rpc, is_retryable
 
 M = TypeVar("M", bound=Message)
 
@@ -22,6 +22,12 @@ MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 
 CHUNK_BYTES = 4 * 1024 * 1024
 """Pieces in which a large answer is streamed."""
+
+PAUSE_SECONDS = 0.001
+"""What each piece in a message delays the next message of a busy stream."""
+
+MOST_PAUSE_SECONDS = 0.004
+"""The longest such delay: little beside an engine's step, which takes 10 to 30 ms."""
 
 FIRST_RETRY_SECONDS = 0.05
 LAST_RETRY_SECONDS = 1.0
@@ -33,7 +39,8 @@ MESSAGE_OPTIONS: list[tuple[str, Any]] = [
 
 _CHANNEL_OPTIONS: list[tuple[str, Any]] = [
     *MESSAGE_OPTIONS,
-    ("grpc.service_config", json.dumps({"loadBalancingConfig": [{"round_robin": {}}]})),
+    # A connection of its own: one that it shared might rest after a failure of somebody else's.
+    ("grpc.use_local_subchannel_pool", 1),
     ("grpc.dns_min_time_between_resolutions_ms", 1000),
     ("grpc.min_reconnect_backoff_ms", 50),
     ("grpc.initial_reconnect_backoff_ms", 50),
@@ -47,12 +54,13 @@ _CHANNEL_OPTIONS: list[tuple[str, Any]] = [
 _deadline: contextvars.ContextVar[float | None] = contextvars.ContextVar("deadline", default=None)
 
 
-def channel(address: str) -> aio.Channel:
-    """A channel to host:port or dns:///name:port, spread round-robin over what the name resolves to.
+def channel(address: str, *, spread: bool = True) -> aio.Channel:
+    """A channel to host:port or dns:///name:port, spread round-robin over what the name resolves to, or else to one.
 
     Use with `async with`, or close it.
     """
-    return aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+    policy = json.dumps({"loadBalancingConfig": [{"round_robin" if spread else "pick_first": {}}]})
+    return aio.insecure_channel(address, options=[*_CHANNEL_OPTIONS, ("grpc.service_config", policy)])
 
 
 def adopt_deadline(seconds: float | None) -> None:
@@ -94,7 +102,11 @@ async def call(method: Callable[..., Any], request: Any, *, timeout: float, retr
                 f"No answer to {_name(method)} in {timeout:g} s.", method=_name(method), seconds=timeout
             )
         try:
-            return await method(request, timeout=left, metadata=metadata(), wait_for_ready=retry)
+            answer = await method(request, timeout=left, metadata=metadata(), wait_for_ready=retry)
+            if answer is None:  # gRPC's way to say that it could not parse
+                problem = f"The answer to {_name(method)} is no valid message."
+                raise InvalidAnswer(problem, method=_name(method))
+            return answer
         except aio.AioRpcError as refused:
             error = from_rpc(refused)
             if not (retry and is_retryable(error)) or time.monotonic() + backoff >= end:
@@ -112,19 +124,42 @@ async def stream(method: Callable[..., Any], request: Any, *, timeout: float) ->
         raise from_rpc(refused) from None
 
 
-def portions(messages: Iterable[M], most_bytes: int = CHUNK_BYTES) -> Iterator[list[M]]:
-    """The messages in order, in lists of about `most_bytes` at most; a larger one is a list of its own."""
+def portions(messages: Iterable[M], most_bytes: int = CHUNK_BYTES, most: int = 0) -> Iterator[list[M]]:
+    """The messages in order, in lists of about `most_bytes` at most; a larger one is a list of its own.
+
+    `most` bounds the messages in a list; 0 does not.
+    """
     portion: list[M] = []
     size = 0
     for message in messages:
         more = message.ByteSize()
-        if portion and size + more > most_bytes:
+        if portion and (size + more > most_bytes or len(portion) == most):
             yield portion
             portion, size = [], 0
         portion.append(message)
         size += more
     if portion:
         yield portion
+
+
+class Pace:
+    """Keeps the messages of a stream apart, since one costs as much CPU as several of the pieces in it.
+
+    A message delays the next one by what it carried. So fewer than a thousand pieces a second travel as they come, most
+    of them alone, and more of them together.
+    """
+
+    def __init__(self) -> None:
+        self._next_at = 0.0
+
+    async def wait(self) -> None:
+        """Until the next message may be sent."""
+        if (early := self._next_at - time.monotonic()) > 0:
+            await asyncio.sleep(early)
+
+    def sent(self, count: int) -> None:
+        """A message of this many pieces is sent now."""
+        self._next_at = time.monotonic() + min(count * PAUSE_SECONDS, MOST_PAUSE_SECONDS)
 
 
 def _name(method: Callable[..., Any]) -> str:

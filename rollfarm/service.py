@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import sys
@@ -32,10 +33,19 @@ SUPERVISED = "ROLLFARM_SUPERVISED"
 CONNECTION_SECONDS = 60.0
 """How long a connection takes new calls. Its client then looks the name up again, and so finds new replicas."""
 
+POLL_SECONDS = 20.0
+"""The longest that a long poll is kept waiting."""
+
+PENDING_CALLS = 100_000
+"""Calls that have come and are not looked at yet."""
+
 _SERVER_OPTIONS: list[tuple[str, Any]] = [
     *rpc.MESSAGE_OPTIONS,
     ("grpc.max_connection_age_grace_ms", 2**31 - 1),  # no limit: calls that are open go on to their end
     ("grpc.so_reuseport", 0),
+    # A burst waits for its turn: gRPC would cancel calls at random from 1,000 on that are not looked at yet.
+    ("grpc.server.max_pending_requests", PENDING_CALLS),
+    ("grpc.server.max_pending_requests_hard_limit", PENDING_CALLS),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
 ]
@@ -127,12 +137,13 @@ async def serve(
     services: Sequence[str],
     stop: asyncio.Event | None = None,
     started: Callable[[int], None] | None = None,
+    drains: Sequence[Loop] = (),
 ) -> None:
     """Serve until SIGTERM or SIGINT (or `stop`), then drain: finish calls, cancel the loops, return.
 
     `services` are the full names for health and reflection, `started` is told the port. A loop that raises takes the
     service down with it; the orchestrator restarts it and the leases that it held expire. A loop that returns is done.
-    Raises PortInUse.
+    `drains` finish what the loops serve beside gRPC. Raises PortInUse.
     """
     stop = stop or stop_on_signal()
     age = ("grpc.max_connection_age_ms", round(CONNECTION_SECONDS * 1000))
@@ -157,7 +168,7 @@ async def serve(
             await stop.wait()
             log.info("draining", seconds=listen.drain_seconds)
             await checks.enter_graceful_shutdown()
-            await server.stop(grace=listen.drain_seconds)
+            await asyncio.gather(server.stop(grace=listen.drain_seconds), *(_run(drain) for drain in drains))
             for task in tasks:
                 task.cancel()
     finally:
@@ -179,6 +190,17 @@ def run(main: Callable[[], Awaitable[None]], *, port_flag: str = "--port") -> No
         print(f"{error} Stop what uses the port, or choose another with {port_flag}.", file=sys.stderr)
         raise SystemExit(EXIT_PORT_IN_USE) from None
     raise SystemExit(0)
+
+
+def calm_collector(*, looks: int = 1_000) -> None:
+    """Look for cycles among young objects, and hardly ever among all. For a service that holds much, once it is wired.
+
+    Its state has no cycles, and a look at everything that 10,000 samples leave behind holds each call up for 60 ms.
+    Where others' code may leave cycles, `looks` is smaller: looks at those that are not so young, for one at all.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(5_000, 20, looks)
 
 
 def stop_on_signal() -> asyncio.Event:
@@ -231,7 +253,7 @@ class Changed:
             del self._waiters[woken]
 
 
-def poll_seconds(context: aio.ServicerContext[Any, Any], *, most: float = 20.0, margin: float = 0.2) -> float:
+def poll_seconds(context: aio.ServicerContext[Any, Any], *, most: float = POLL_SECONDS, margin: float = 0.2) -> float:
     """How long a long poll may wait: until just before the caller's deadline, and no longer than `most`."""
     left = context.time_remaining()
     return most if left is None else max(0.0, min(most, left - margin))

@@ -2,16 +2,15 @@
 
 import argparse
 import asyncio
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from rollfarm import where
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from rollfarm.up.farm import Addresses
-    from rollfarm.v1 import llm_proxy_pb2
+
+ANSWER_SECONDS = 2.0
 
 
 def main(argv: Sequence[str]) -> int:
@@ -31,13 +30,17 @@ def main(argv: Sequence[str]) -> int:
 async def _status(addresses: "Addresses") -> int:
     from rich.table import Table
 
+    from rollfarm import status_tables as tables
     from rollfarm.rpc import is_serving
     from rollfarm.up.console import flow, make_console, phase_text
     from rollfarm.up.watch import Watcher
 
     async with Watcher(addresses) as watcher:
-        *serving, _ = await asyncio.gather(
-            *(is_serving(address, timeout=2.0) for address in addresses.named().values()), watcher.look()
+        managers, rewards, serving, _ = await asyncio.gather(
+            _managers(addresses.env_managers),
+            _rewards(addresses.reward_gateway),
+            asyncio.gather(*(is_serving(address, timeout=ANSWER_SECONDS) for address in addresses.named().values())),
+            watcher.look(),
         )
     picture = watcher.picture
     up = dict(zip(addresses.named(), serving, strict=True))
@@ -59,7 +62,14 @@ async def _status(addresses: "Addresses") -> int:
     console.print(services)
     if picture.proxy is not None:
         console.print()
-        console.print(_engines(picture.proxy.engines))
+        console.print(tables.engines(picture.proxy.engines))
+        if any(tenant.tenant for tenant in picture.proxy.tenants):
+            console.print()
+            console.print(tables.tenants(picture.proxy.tenants))
+    for table in (tables.environments(managers), tables.hosts(managers), tables.rewards(rewards)):
+        if table.row_count:
+            console.print()
+            console.print(table)
     console.print()
     facts = Table.grid(padding=(0, 2))
     facts.add_column(style="dim")
@@ -73,24 +83,29 @@ async def _status(addresses: "Addresses") -> int:
     return 0
 
 
-def _engines(engines: "Iterable[llm_proxy_pb2.Engine]") -> "Table":
-    from rich.table import Table
+async def _managers(addresses: Sequence[str]) -> list[Any]:
+    """What every env_manager says that answers."""
+    from rollfarm.v1 import environment_pb2, environment_pb2_grpc
 
-    from rollfarm.v1 import llm_proxy_pb2
+    request = environment_pb2.EnvManagerServiceGetStatusRequest()
+    asked = (_ask(address, environment_pb2_grpc.EnvManagerServiceStub, request) for address in addresses)
+    return [answer for answer in await asyncio.gather(*asked) if answer is not None]
 
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("engine", "adapter", "address", "state", "version", "slots", "running", "tokens"):
-        table.add_column(name, justify="right" if name in ("version", "slots", "running", "tokens") else "left")
-    for engine in engines:
-        state = llm_proxy_pb2.Engine.State.Name(engine.state).removeprefix("STATE_").lower()
-        table.add_row(
-            engine.engine_id,
-            engine.adapter,
-            engine.address,
-            f"{state} {engine.detail}".strip(),
-            str(engine.policy_version),
-            str(engine.slot_count),
-            str(engine.running_count),
-            str(engine.generated_token_count),
-        )
-    return table
+
+async def _rewards(address: str) -> Any:
+    """What reward_gateway says; None when it does not answer."""
+    from rollfarm.v1 import reward_gateway_pb2, reward_gateway_pb2_grpc
+
+    request = reward_gateway_pb2.RewardGatewayServiceGetStatusRequest()
+    return await _ask(address, reward_gateway_pb2_grpc.RewardGatewayServiceStub, request)
+
+
+async def _ask(address: str, stub: Any, request: Any) -> Any:
+    from rollfarm import rpc
+    from rollfarm.errors import FarmError
+
+    async with rpc.channel(address) as channel:
+        try:
+            return await rpc.call(stub(channel).GetStatus, request, timeout=ANSWER_SECONDS, retry=False)
+        except FarmError:
+            return None

@@ -3,7 +3,8 @@
 The engine host joins the trainer's gloo group and receives each version into memory that it shares with vLLM, while
 vLLM generates. Here that memory is only read, in one short pause, so a trainer that dies midway never reaches vLLM.
 
-`python -m rollfarm.vllm_gloo ARGS...` is vLLM's own API server, which also ends when its standard input does.
+`python -m rollfarm.vllm_gloo ARGS...` is vLLM's own API server, which also ends when its standard input does, unless
+that is /dev/null: nobody holds its other end.
 """
 
 import contextlib
@@ -11,15 +12,14 @@ import functools
 import multiprocessing
 import os
 import runpy
-import signal
 import sys
 import threading
 from typing import Any
 
+from rollfarm.engine_child import end_with_stdin, read_weights
+
 BACKEND = "rollfarm"
 """What --weight-transfer-config calls the loader."""
-
-_GRACE_SECONDS = 10.0
 
 
 def register() -> None:
@@ -50,7 +50,6 @@ def __getattr__(name: str) -> Any:
 
 
 def _loader() -> type:
-    import torch
     from vllm.distributed.weight_transfer import base  # pyright: ignore[reportMissingImports]
     from vllm.model_executor.model_loader import reload  # pyright: ignore[reportMissingImports]
 
@@ -67,12 +66,9 @@ def _loader() -> type:
             """`update_weights` does all, so that no layer is ever without weights for longer."""
 
         def update_weights(self, update_info: dict[str, Any]) -> None:
-            """Load {"path", "size_bytes", "tensors": [[name, dtype, shape, first byte]...]}."""
-            memory = torch.from_file(
-                update_info["path"], shared=True, size=update_info["size_bytes"], dtype=torch.uint8
-            )
+            """Load what `read_weights` reads."""
             reload.initialize_layerwise_reload(self.model)
-            self.model.load_weights(_views(torch, memory, update_info["tensors"]))
+            self.model.load_weights(read_weights(update_info))
             reload.finalize_layerwise_reload(self.model, self.model_config)
 
         def receive_weights(self, update_info: Any) -> None:
@@ -87,18 +83,9 @@ def _loader() -> type:
     return SharedMemoryLoader
 
 
-def _views(torch: Any, memory: Any, tensors: list[tuple[str, str, list[int], int]]) -> Any:
-    for name, dtype_name, shape, first in tensors:
-        dtype = getattr(torch, dtype_name)
-        numel = 1
-        for size in shape:
-            numel *= size
-        yield name, memory[first : first + numel * dtype.itemsize].view(dtype).view(shape)
-
-
 def main() -> None:
     """Run the API server until it ends or its standard input does."""
-    threading.Thread(target=_end_with_stdin, daemon=True).start()
+    end_with_stdin()
     if _on_cpu():
         # Half a prompt is sampled in vain, and vLLM then winds back the request's generator, which only CUDA's can do.
         sys.argv.insert(1, "--no-enable-chunked-prefill")
@@ -109,13 +96,6 @@ def _on_cpu() -> bool:
     from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports, reportUnknownVariableType]
 
     return bool(current_platform.is_cpu())  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
-
-
-def _end_with_stdin() -> None:
-    while os.read(0, 4096):
-        pass
-    threading.Timer(_GRACE_SECONDS, lambda: os._exit(1)).start()
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 if __name__ == "__main__":

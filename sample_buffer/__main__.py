@@ -1,7 +1,6 @@
 """python -m sample_buffer FARM.toml: serves the ledger of a run."""
 
 import asyncio
-import gc
 import socket
 import sys
 import time
@@ -65,23 +64,13 @@ def check_port(listen: Listen) -> None:
             raise service.PortInUse(f"Cannot listen on {listen.address}: {error.strerror}.") from error
 
 
-def calm_collector() -> None:
-    """Look for cycles among young objects, and hardly ever among all.
-
-    The state has no cycles, and a look at everything that 10,000 samples leave behind holds each call up for 60 ms.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(5_000, 20, 1_000)
-
-
 async def main(config: SampleBufferConfig, journal: Journal) -> None:
     """Serve until told to stop. Raises PortInUse, ConfigError and JournalFenced."""
     check_port(config.listen)
     ledger = Ledger(config, journal)
     try:
         await open_ledger(config, ledger)
-        calm_collector()
+        service.calm_collector()
         prometheus_client.REGISTRY.register(StateCollector(lambda: ledger.runs))
         stop = service.stop_on_signal()
         buffer = SampleBufferServicer(ledger, stop, max_trajectory_bytes=config.max_trajectory_bytes)

@@ -5,6 +5,7 @@ import math
 from collections.abc import Iterable, Mapping
 
 import numpy as np
+from google.protobuf.message import DecodeError
 
 from rollfarm.errors import InvalidArgument, InvalidTrajectory, RunMismatch, TrajectoryTooLarge
 from rollfarm.tokens import LOGPROB
@@ -92,6 +93,14 @@ def check_same(old: sample_buffer_pb2.RunSpec, new: sample_buffer_pb2.RunSpec) -
         )
 
 
+def parse(payload: bytes) -> trajectory_pb2.Trajectory:
+    """The trajectory that was serialised. Raises InvalidTrajectory."""
+    try:
+        return trajectory_pb2.Trajectory.FromString(payload)
+    except DecodeError as error:
+        raise InvalidTrajectory(f"The trajectory is not one on the wire: {error}") from None
+
+
 def check_trajectory(trajectory: trajectory_pb2.Trajectory, lease: Lease, run_id: str, *, newest_version: int) -> int:
     """The tokens that the policy wrote. Raises InvalidTrajectory unless it is what was leased, whole and scored."""
     expected_group = lease.validation_id or tasks.group_id(run_id, lease.position)
@@ -105,15 +114,20 @@ def check_trajectory(trajectory: trajectory_pb2.Trajectory, lease: Lease, run_id
     if not trajectory.HasField("reward") or not math.isfinite(trajectory.reward):
         reward = trajectory.reward if trajectory.HasField("reward") else "unset"
         raise InvalidTrajectory(f"reward is {reward}, not a finite number.", reward=reward)
+    if not trajectory.turns:
+        raise InvalidTrajectory("There are no turns.")
+    tokens = 0
     versions: list[int] = []
-    tokens = sum(_check_turn(number, turn, versions) for number, turn in enumerate(trajectory.turns))
-    if versions and not 0 <= min(versions) <= max(versions) <= newest_version:
+    for number, turn in enumerate(trajectory.turns[:]):  # a slice is a list; without it the end is an IndexError
+        tokens += _check_turn(number, turn, versions)
+    oldest, newest = (min(versions), max(versions)) if versions else (lease.version, lease.version)
+    if not 0 <= oldest <= newest <= newest_version:
         raise InvalidTrajectory(
-            f"Tokens of versions {min(versions)} to {max(versions)}; the newest version is {newest_version}.",
-            version=max(versions),
+            f"Tokens of versions {oldest} to {newest}; the newest version is {newest_version}.",
+            version=newest,
             newest_version=newest_version,
         )
-    _expect("oldest_policy_version", trajectory.oldest_policy_version, min(versions, default=lease.version))
+    _expect("oldest_policy_version", trajectory.oldest_policy_version, oldest)
     return tokens
 
 
@@ -141,18 +155,22 @@ def _check_turn(number: int, turn: trajectory_pb2.Turn, versions: list[int]) -> 
         if logprobs or turn.version_spans:
             raise InvalidTrajectory(f"Turn {number} has log-probs or versions and is not the policy's.", turn=number)
         return 0
+    if turn.begins_segment or not number:
+        raise InvalidTrajectory(f"Turn {number} is the policy's and begins a segment; a prompt does.", turn=number)
     tokens = size // 4
     if len(logprobs) != size:
         raise InvalidTrajectory(f"Turn {number} has {tokens} tokens and {len(logprobs) / 4:g} log-probs.", turn=number)
     spanned = 0
-    for span in turn.version_spans:
-        if span.token_count < 1:
+    for span in turn.version_spans[:]:
+        count = span.token_count
+        if count < 1:
             raise InvalidTrajectory(f"A version span of turn {number} is empty.", turn=number)
-        spanned += span.token_count
+        spanned += count
         versions.append(span.policy_version)
     if tokens != spanned:
         raise InvalidTrajectory(f"The version spans of turn {number} do not sum to its {tokens} tokens.", turn=number)
-    if not np.logical_and.reduce(np.isfinite(np.frombuffer(logprobs, LOGPROB))):
+    # A byte of a mask is 0 or 1, and bytes are searched in less time than numpy takes to begin a reduction.
+    if 0 in np.isfinite(np.frombuffer(logprobs, LOGPROB)).tobytes():
         raise InvalidTrajectory(f"A log-prob of turn {number} is not finite.", turn=number)
     return tokens
 

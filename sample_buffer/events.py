@@ -4,9 +4,10 @@ An event holds decisions, never recomputes them, so replaying it needs neither a
 JSON array of its name and fields; payloads (trajectories) lie beside the events and are never inside.
 """
 
-import json
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
+
+import orjson
 
 
 class RunConfigured(NamedTuple):
@@ -177,9 +178,9 @@ _KINDS: dict[str, type[Event]] = {kind.__name__: kind for kind in Event.__args__
 
 def encode(events: Iterable[Event]) -> bytes:
     """The events as one record of the journal."""
-    return json.dumps([(type(event).__name__, *event) for event in events], separators=(",", ":")).encode()
+    return orjson.dumps([(type(event).__name__, *event) for event in events])
 
 
 def decode(record: bytes) -> list[Event]:
     """The events of one record, in order."""
-    return [_KINDS[name](*fields) for name, *fields in json.loads(record)]
+    return [_KINDS[name](*fields) for name, *fields in orjson.loads(record)]

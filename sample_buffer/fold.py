@@ -8,7 +8,7 @@ import base64
 import heapq
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from fractions import Fraction
 from statistics import fmean
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 from rollfarm.v1 import sample_buffer_pb2, trajectory_pb2
 from sample_buffer import events, lengths, tasks
 from sample_buffer.state import (
+    HANDED_IN,
     STALE,
     Batch,
     Ending,
@@ -48,9 +49,9 @@ class Pending:
     def push(self, environment: str, key: Key) -> None:
         heapq.heappush(self._heaps.setdefault(environment, []), key)
 
-    def pop(self, environments: Sequence[str], wanted: Callable[[Key], bool]) -> Key | None:
-        """The lowest key in `environments` (none: all of them) that is still wanted."""
-        heaps = [self._heaps[name] for name in environments or self._heaps if name in self._heaps]
+    def pop(self, plays: Callable[[str], bool], wanted: Callable[[Key], bool]) -> Key | None:
+        """The lowest key that is still wanted, of an environment that the caller `plays`."""
+        heaps = [heap for name, heap in self._heaps.items() if plays(name)]
         for heap in heaps:
             while heap and not wanted(heap[0]):
                 heapq.heappop(heap)
@@ -79,6 +80,8 @@ class Fold:
         """Lease ids whose payloads nobody needs any more; whoever keeps payloads empties it."""
         self.expiry: dict[str, float] = {}
         """When each lease ends. Not an event: a restart gives every lease its full duration again."""
+        self.revoked_count = 0
+        """Leases that ended otherwise than by their worker's word, since the process began."""
         self.set_spec(state.spec)
         self._apply: dict[type[Any], Callable[[Any], None]] = {
             events.Admitted: self._admitted,
@@ -103,7 +106,8 @@ class Fold:
         self.lease_seconds = self.spec.lease_duration.ToNanoseconds() / 1e9
         self.capacity, self.bound = ahead(self.spec.alpha, self.spec.batch_groups)
         self._shares = tasks.shares([domain.weight for domain in self.spec.domains])
-        self._environments = [domain.environment for domain in self.spec.domains]
+        self.environments = [domain.environment for domain in self.spec.domains]
+        """[domain] what plays it."""
 
     def reindex(self, now: float) -> None:
         """Rebuild every index from the state; leases get their full duration from `now`."""
@@ -335,6 +339,7 @@ class Fold:
     def _end(self, lease_id: str, ending: Ending) -> Lease:
         self.expiry.pop(lease_id, None)
         self.state.ended[lease_id] = ending
+        self.revoked_count += ending not in HANDED_IN
         return self.state.leases.pop(lease_id)
 
     def _task(self, validation_id: str, index: int) -> tuple[int, int]:
@@ -433,27 +438,18 @@ class Fold:
             del groups[group.index]
 
     def _push(self, group: Group, number: int) -> None:
-        self.pending.push(self._environments[group.domain], (group.index, number))
+        self.pending.push(self.environments[group.domain], (group.index, number))
 
     def _push_validation(self, validation: Validation, number: int) -> None:
-        self.validation_pending.push(self._environments[validation.domains[number]], (validation.order, number))
+        self.validation_pending.push(self.environments[validation.domains[number]], (validation.order, number))
 
     def _note_lease(self, lease: Lease, at: float, event: str, detail: str = "") -> None:
         if not lease.validation_id:
-            group = self.state.groups[lease.position]
-            self._note(group, at, event, lease.member, lease.lease_id, lease.worker_id, detail)
+            note = Note(at, event, lease.member, self.state.version, lease.lease_id, lease.worker_id, detail)
+            self.state.groups[lease.position].history.append(note)
 
-    def _note(
-        self,
-        group: Group,
-        at: float,
-        event: str,
-        member: int = -1,
-        lease_id: str = "",
-        worker_id: str = "",
-        detail: str = "",
-    ) -> None:
-        group.history.append(Note(at, event, member, self.state.version, lease_id, worker_id, detail))
+    def _note(self, group: Group, at: float, event: str, detail: str = "") -> None:
+        group.history.append(Note(at, event, -1, self.state.version, detail=detail))
 
 
 def _count(counts: dict[Any, int], key: object) -> None:

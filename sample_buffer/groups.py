@@ -6,7 +6,7 @@ most `redundant_groups` more; a lease is of a member that is still wanted; nothi
 taken; a trajectory is taken at most once.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from rollfarm.errors import (
     InvalidArgument,
@@ -20,7 +20,19 @@ from rollfarm.errors import (
 from rollfarm.v1 import sample_buffer_pb2, trajectory_pb2
 from sample_buffer import checks, events, filters
 from sample_buffer.fold import ACCEPTED, Fold, Key
-from sample_buffer.state import FAILED, REDUNDANT, STALE, Batch, Group, Lease, Limits, Member, RunState, Validation
+from sample_buffer.state import (
+    FAILED,
+    HANDED_IN,
+    REDUNDANT,
+    STALE,
+    Batch,
+    Group,
+    Lease,
+    Limits,
+    Member,
+    RunState,
+    Validation,
+)
 
 SURPLUS = sample_buffer_pb2.DISPOSITION_SURPLUS
 TOO_OLD = sample_buffer_pb2.DISPOSITION_STALE
@@ -30,12 +42,9 @@ class Groups:
     """One run. `outbox` receives every event, already applied, in order."""
 
     def __init__(self, state: RunState, limits: Limits, outbox: list[events.Event]) -> None:
+        self.state = state
         self.fold = Fold(state, limits)
         self._outbox = outbox
-
-    @property
-    def state(self) -> RunState:
-        return self.fold.state
 
     @property
     def spec(self) -> sample_buffer_pb2.RunSpec:
@@ -44,16 +53,26 @@ class Groups:
     # Episodes.
 
     def lease(
-        self, request_id: str, worker_id: str, max_leases: int, environments: Sequence[str], now: float
+        self,
+        request_id: str,
+        worker_id: str,
+        max_leases: int,
+        environments: Sequence[str],
+        now: float,
+        *,
+        excluded: Collection[str] = (),
     ) -> list[Lease]:
-        """Episodes for a worker: validation first, then retries of the oldest groups, then new groups."""
+        """Episodes for a worker: validation first, then retries of the oldest groups, then new groups.
+
+        Of `environments` (none: of any), and never of `excluded` ones.
+        """
         checks.require(request_id=request_id, worker_id=worker_id)
         if max_leases < 1:
             raise InvalidArgument(f"max_leases is {max_leases}; it is at least 1.", max_leases=max_leases)
         known = self.state.answers.get(f"lease/{request_id}")
         if isinstance(known, list):
             return known
-        picks = self._pick(max_leases, environments, now)
+        picks = self._pick(max_leases, environments, excluded, now)
         if not picks:
             return []
         self._emit(events.Leased(now, self.state.run_id, request_id, worker_id, picks))
@@ -61,19 +80,47 @@ class Groups:
         assert isinstance(leased, list)
         return leased
 
-    def _pick(self, most: int, environments: Sequence[str], now: float) -> list[tuple[str, int, int]]:
+    def _pick(
+        self, most: int, environments: Sequence[str], excluded: Collection[str], now: float
+    ) -> list[tuple[str, int, int]]:
+        def plays(name: str) -> bool:
+            return (not environments or name in environments) and name not in excluded
+
         names = {validation.order: name for name, validation in self.state.validations.items()}
         picks: list[tuple[str, int, int]] = []
         while len(picks) < most:
-            if key := self.fold.validation_pending.pop(environments, lambda key: key[0] in names):
+            if key := self.fold.validation_pending.pop(plays, lambda key: key[0] in names):
                 picks.append((names[key[0]], key[1], 0))
-            elif key := self.fold.pending.pop(environments, self._is_wanted):
+            elif key := self.fold.pending.pop(plays, self._is_wanted):
                 picks.append(("", *key))
             elif self._admissible > 0:
                 self._emit(events.Admitted(now, self.state.run_id, self.state.next_group))
+            elif group := self._neglected(excluded, now):
+                self._drop(group, FAILED, f"{self._environment(group)} is suspended", now)
             else:
                 break
         return picks
+
+    def _neglected(self, excluded: Collection[str], now: float) -> Group | None:
+        """The oldest group that a broken environment keeps from moving, for as long as a lease lasts.
+
+        Its credit is missing to the other environments. Where there is no other, nothing is gained by its end.
+        """
+        others = set(self.fold.environments) - set(excluded)
+        if not excluded or not others or self._waiting > self._room:
+            return None
+        return next((group for group in self._outstanding() if self._is_neglected(group, excluded, now)), None)
+
+    def _is_neglected(self, group: Group, excluded: Collection[str], now: float) -> bool:
+        return (
+            group.stage == "open"
+            and self._environment(group) in excluded
+            and group.history[-1].at <= now - self.fold.lease_seconds
+            and not any(member.stage == "leased" for member in group.members)
+        )
+
+    def _environment(self, group: Group) -> str:
+        return self.fold.environments[group.domain]
 
     def _is_wanted(self, key: Key) -> bool:
         group = self.fold.open.get(key[0])
@@ -91,9 +138,12 @@ class Groups:
 
     @property
     def _admissible(self) -> int:
+        return max(0, self._room - self._waiting)
+
+    @property
+    def _room(self) -> int:
         """Redundant groups need a free credit to compete for: while none is free, nothing is admitted."""
-        room = self._free + self.spec.redundant_groups if self._free else 0
-        return max(0, room - self._waiting)
+        return self._free + self.spec.redundant_groups if self._free else 0
 
     @property
     def _free(self) -> int:
@@ -113,14 +163,22 @@ class Groups:
 
     def heartbeat(self, worker_id: str, lease_ids: Sequence[str], now: float) -> list[sample_buffer_pb2.CancelledLease]:
         """Extends the worker's leases. Answers those that it should stop playing."""
-        cancelled: list[sample_buffer_pb2.CancelledLease] = []
         for lease_id in lease_ids:
-            lease = self.state.leases.get(lease_id)
-            if lease is not None and lease.worker_id == worker_id:
+            if self._is_out(worker_id, lease_id):
                 self.fold.expiry[lease_id] = now + self.fold.lease_seconds
-            else:
-                cancelled.append(self._cancelled(lease_id))
-        return cancelled
+        return self.cancelled(worker_id, lease_ids)
+
+    def cancelled(self, worker_id: str, lease_ids: Sequence[str]) -> list[sample_buffer_pb2.CancelledLease]:
+        """Those of the leases that the worker should stop playing: not out, and it has not handed them in itself."""
+        return [
+            self._cancelled(lease_id)
+            for lease_id in lease_ids
+            if not self._is_out(worker_id, lease_id) and self.state.ended.get(lease_id) not in HANDED_IN
+        ]
+
+    def _is_out(self, worker_id: str, lease_id: str) -> bool:
+        lease = self.state.leases.get(lease_id)
+        return lease is not None and lease.worker_id == worker_id
 
     def _cancelled(self, lease_id: str) -> sample_buffer_pb2.CancelledLease:
         ending = self.state.ended.get(lease_id)
@@ -138,38 +196,41 @@ class Groups:
     ) -> tuple[sample_buffer_pb2.Disposition.ValueType, bool]:
         """Takes a finished episode. Answers what became of it, and whether its payload is to be kept."""
         checks.require(request_id=request_id, lease_id=lease_id)
-        known = self.state.answers.get(f"complete/{request_id}")
+        state = self.state
+        known = state.answers.get(f"complete/{request_id}")
         if isinstance(known, int):
             return sample_buffer_pb2.Disposition.ValueType(known), False
-        lease = self.state.leases.get(lease_id)
+        lease = state.leases.get(lease_id)
         if lease is None:
             return self._late(lease_id), False
-        tokens = checks.check_trajectory(trajectory, lease, self.state.run_id, newest_version=self.state.version)
-        if trajectory.trajectory_id in self.state.finished:
+        tokens = checks.check_trajectory(trajectory, lease, state.run_id, newest_version=state.version)
+        trajectory_id, oldest_version = trajectory.trajectory_id, trajectory.oldest_policy_version
+        if trajectory_id in state.finished:
             raise InvalidTrajectory(
-                f"trajectory_id {trajectory.trajectory_id!r} was handed in before.",
-                trajectory_id=trajectory.trajectory_id,
+                f"trajectory_id {trajectory_id!r} was handed in before.", trajectory_id=trajectory_id
             )
-        stale = not lease.validation_id and self._is_stale(trajectory.oldest_policy_version)
+        counted = not lease.validation_id
+        stale = counted and self._is_stale(oldest_version)
         disposition = TOO_OLD if stale else ACCEPTED
         self._emit(
             events.Completed(
                 now,
-                self.state.run_id,
+                state.run_id,
                 request_id,
                 lease_id,
                 int(disposition),
-                trajectory.trajectory_id,
+                trajectory_id,
                 int(trajectory.outcome),
                 trajectory.reward,
-                trajectory.oldest_policy_version,
+                oldest_version,
                 tokens,
-                checks.finite(trajectory.metrics) if lease.validation_id else {},
+                {} if counted else checks.finite(trajectory.metrics),
             )
         )
-        if not lease.validation_id and not stale:
-            self._settle(self.state.groups[lease.position], now)
-        return disposition, not lease.validation_id and not stale
+        kept = counted and not stale
+        if kept:
+            self._settle(state.groups[lease.position], now)
+        return disposition, kept
 
     def _late(self, lease_id: str) -> sample_buffer_pb2.Disposition.ValueType:
         ending = self.state.ended.get(lease_id)

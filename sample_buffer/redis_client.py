@@ -3,10 +3,12 @@
 Nothing is ever sent twice: a script that the server ran, and whose answer was lost, would run again.
 """
 
+from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 from redis import asyncio as aioredis
 from redis.asyncio.cluster import ClusterNode
+from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
 from redis.backoff import NoBackoff
@@ -42,6 +44,36 @@ _REMEDIES: dict[type[Exception] | str, str] = {
 """By class, or by the word that an error begins with."""
 
 
+_PIECE_BYTES = 128 * 1024
+"""A piece ends with the argument that fills it."""
+
+
+def _pieces(command: Iterable[bytes]) -> Iterator[list[bytes]]:
+    piece: list[bytes] = []
+    size = 0
+    for part in command:
+        piece.append(part)
+        size += len(part)
+        if size >= _PIECE_BYTES:
+            yield piece
+            piece, size = [], 0
+    yield piece
+
+
+def _in_pieces(kind: type[AbstractConnection]) -> type[AbstractConnection]:
+    """Connections of this kind that write a long command piece by piece, each when the last one is nearly gone.
+
+    Before Python 3.12, asyncio joins what it writes at once, and copies all of it that does not fit into the socket.
+    """
+
+    class InPieces(kind):
+        async def _send_packed_command(self, command: Iterable[bytes]) -> None:
+            for piece in _pieces(command):
+                await super()._send_packed_command(piece)
+
+    return InPieces
+
+
 class _Primary(aioredis.Redis):
     """A client that Sentinels direct, and that closes them too."""
 
@@ -56,8 +88,6 @@ def connect(url: RedisUrl, *, timeout_seconds: float) -> Client:
     first_seconds = timeout_seconds / (len(url.hosts) + 1) if url.kind in ("sentinel", "cluster") else timeout_seconds
     common: dict[str, Any] = {"socket_timeout": timeout_seconds, "retry": Retry(NoBackoff(), 0)}
     settings = {**common, "socket_connect_timeout": first_seconds, **url.settings}
-    if url.kind == "socket":
-        return aioredis.Redis(unix_socket_path=url.path, **settings)
     if url.kind == "cluster":
         nodes = [ClusterNode(host, port) for host, port in url.hosts]
         return aioredis.RedisCluster(startup_nodes=nodes, require_full_coverage=False, **settings)
@@ -65,8 +95,13 @@ def connect(url: RedisUrl, *, timeout_seconds: float) -> Client:
         asking = {**common, "socket_timeout": first_seconds, "socket_connect_timeout": first_seconds}
         sentinels = Sentinel(list(url.hosts), sentinel_kwargs={**asking, **url.sentinel_settings}, **settings)
         return sentinels.master_for(url.primary, redis_class=_Primary)
-    ((host, port),) = url.hosts
-    return aioredis.Redis(host=host, port=port, **settings)
+    if url.kind == "socket":
+        client = aioredis.Redis(unix_socket_path=url.path, **settings)
+    else:
+        ((host, port),) = url.hosts
+        client = aioredis.Redis(host=host, port=port, **settings)
+    client.connection_pool.connection_class = _in_pieces(client.connection_pool.connection_class)
+    return client
 
 
 def explain(error: BaseException) -> str:

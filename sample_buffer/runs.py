@@ -4,6 +4,7 @@ The others keep what they need to go on when they are configured again, and forg
 """
 
 import base64
+from collections.abc import Callable, Sequence
 
 from rollfarm.errors import LeaseExpired, TrainerReplaced, UnknownRun, UnknownTrajectory
 from rollfarm.v1 import sample_buffer_pb2, trajectory_pb2
@@ -84,13 +85,27 @@ class Runs:
                 return groups
         raise UnknownTrajectory(f"Trajectory {trajectory_id!r} is not retained.", trajectory_id=trajectory_id)
 
-    def heartbeat(self, worker_id: str, lease_ids: list[str], now: float) -> list[sample_buffer_pb2.CancelledLease]:
+    def heartbeat(self, worker_id: str, lease_ids: Sequence[str], now: float) -> list[sample_buffer_pb2.CancelledLease]:
         """Extends the worker's leases, of whichever run. Answers those that it should stop playing."""
         checks.require(worker_id=worker_id)
+        return self._of_each(lease_ids, lambda groups, lease_id: groups.heartbeat(worker_id, [lease_id], now))
+
+    def cancelled(self, worker_id: str, lease_ids: Sequence[str]) -> list[sample_buffer_pb2.CancelledLease]:
+        """Those of the worker's leases that it should stop playing. Extends none."""
+        return self._of_each(lease_ids, lambda groups, lease_id: groups.cancelled(worker_id, [lease_id]))
+
+    @property
+    def revoked_count(self) -> int:
+        """Grows when a lease ends otherwise than by its worker's word."""
+        return sum(groups.fold.revoked_count for groups in self._runs.values())
+
+    def _of_each(
+        self, lease_ids: Sequence[str], ask: Callable[[Groups, str], list[sample_buffer_pb2.CancelledLease]]
+    ) -> list[sample_buffer_pb2.CancelledLease]:
         cancelled: list[sample_buffer_pb2.CancelledLease] = []
         for lease_id in lease_ids:
             try:
-                cancelled += self.of_lease(lease_id).heartbeat(worker_id, [lease_id], now)
+                cancelled += ask(self.of_lease(lease_id), lease_id)
             except LeaseExpired as unknown:
                 cancelled.append(
                     sample_buffer_pb2.CancelledLease(

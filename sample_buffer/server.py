@@ -3,6 +3,7 @@
 import asyncio
 import secrets
 from collections.abc import AsyncIterator, Callable
+from functools import cache
 from typing import Any, TypeVar
 
 import grpc
@@ -10,7 +11,7 @@ import structlog
 from grpc import aio
 
 from rollfarm.errors import FarmError, to_failure
-from rollfarm.service import poll_seconds
+from rollfarm.service import POLL_SECONDS, poll_seconds
 from rollfarm.v1 import sample_buffer_pb2 as pb
 from rollfarm.v1 import sample_buffer_pb2_grpc
 from sample_buffer import checks, views, wire
@@ -39,25 +40,39 @@ class SampleBufferServicer(sample_buffer_pb2_grpc.SampleBufferServiceServicer):
         await self._stop.wait()
         self._ledger.changed.notify()
 
-    async def _first(self, ready: Callable[[], T | None], context: Context) -> T | None:
-        """The first answer before the caller's deadline or the end of the service, whichever is sooner."""
+    async def _first(self, ready: Callable[[], T | None], context: Context, *, most: float = POLL_SECONDS) -> T | None:
+        """The first answer before the caller's deadline or the end of the service, and within `most` seconds."""
 
         def look() -> T | asyncio.Event | None:
             answer = ready()
             return self._stop if answer is None and self._stop.is_set() else answer
 
-        answer = await self._ledger.changed.first(look, poll_seconds(context))
+        answer = await self._ledger.changed.first(look, poll_seconds(context, most=most))
         return None if isinstance(answer, asyncio.Event) else answer
 
     def register(self, server: aio.Server) -> None:
-        """Serve. LeaseBatch gets a handler of its own, which hands out bytes that are serialised already.
+        """Serve. The calls that carry trajectories get handlers of their own, to which they are bytes.
 
         Among generic handlers the first of a name wins, and among registered ones the last.
         """
+        complete_episode = grpc.unary_unary_rpc_method_handler(
+            self.CompleteEpisode,
+            request_deserializer=wire.COMPLETION.FromString,
+            response_serializer=pb.CompleteEpisodeResponse.SerializeToString,
+        )
+        complete_episodes = grpc.unary_unary_rpc_method_handler(
+            self.CompleteEpisodes,
+            request_deserializer=wire.COMPLETIONS.FromString,
+            response_serializer=pb.CompleteEpisodesResponse.SerializeToString,
+        )
         lease_batch = grpc.unary_stream_rpc_method_handler(
             self.LeaseBatch, request_deserializer=pb.LeaseBatchRequest.FromString, response_serializer=bytes
         )
-        handlers = {"LeaseBatch": lease_batch}
+        handlers = {
+            "CompleteEpisode": complete_episode,
+            "CompleteEpisodes": complete_episodes,
+            "LeaseBatch": lease_batch,
+        }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
         sample_buffer_pb2_grpc.add_SampleBufferServiceServicer_to_server(self, server)
         server.add_registered_method_handlers(SERVICE, handlers)  # pyright: ignore[reportAttributeAccessIssue]
@@ -100,45 +115,71 @@ class SampleBufferServicer(sample_buffer_pb2_grpc.SampleBufferServiceServicer):
         groups = ledger.runs.run("")
         leases: list[Lease] = ledger.execute(
             lambda runs: runs.run("").lease(
-                request.request_id, request.worker_id, request.max_leases, request.environments, ledger.now()
+                request.request_id,
+                request.worker_id,
+                request.max_leases,
+                request.environments,
+                ledger.now(),
+                excluded=request.excluded_environments,
             )
         )
         return [views.episode_lease(groups, lease) for lease in leases] or None
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> pb.HeartbeatResponse:
         now = self._ledger.now()
-        cancelled = self._ledger.execute(lambda runs: runs.heartbeat(request.worker_id, list(request.lease_ids), now))
+        lease_ids = list(request.lease_ids)
+        cancelled = self._ledger.execute(lambda runs: runs.heartbeat(request.worker_id, lease_ids, now))
+        if not cancelled and request.HasField("wait_duration"):
+            seconds = request.wait_duration.ToNanoseconds() / 1e9
+            watch = self._watch(request.worker_id, lease_ids)
+            cancelled = await self._first(watch, context, most=seconds) or []
         await self._ledger.durable()
         return pb.HeartbeatResponse(cancelled=cancelled)
 
-    async def CompleteEpisode(self, request: pb.CompleteEpisodeRequest, context: Context) -> pb.CompleteEpisodeResponse:
-        now = self._ledger.now()
-        answer = self._ledger.execute(lambda runs: self._complete(runs, request, now))
-        await self._ledger.durable()
-        return answer
+    def _watch(self, worker_id: str, lease_ids: list[str]) -> Callable[[], list[pb.CancelledLease] | None]:
+        """Looks for leases to cancel. Every change wakes it, and few are worth a look at each lease."""
+        seen = (self._ledger.runs, self._ledger.runs.revoked_count)
 
-    async def CompleteEpisodes(
-        self, request: pb.CompleteEpisodesRequest, context: Context
+        def look() -> list[pb.CancelledLease] | None:
+            nonlocal seen
+            runs = self._ledger.runs
+            if seen == (runs, runs.revoked_count):
+                return None
+            seen = (runs, runs.revoked_count)
+            return self._ledger.execute(lambda runs: runs.cancelled(worker_id, lease_ids)) or None
+
+        return look
+
+    async def CompleteEpisode(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, request: wire.Completion, context: Context
+    ) -> pb.CompleteEpisodeResponse:
+        now = self._ledger.now()
+        disposition = self._ledger.execute(lambda runs: self._complete(runs, request, now))
+        await self._ledger.durable()
+        return pb.CompleteEpisodeResponse(disposition=disposition)
+
+    async def CompleteEpisodes(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, request: wire.Completions, context: Context
     ) -> pb.CompleteEpisodesResponse:
         now = self._ledger.now()
         results = self._ledger.execute(lambda runs: [self._result(runs, one, now) for one in request.completions])
         await self._ledger.durable()
         return pb.CompleteEpisodesResponse(results=results)
 
-    def _result(self, runs: Runs, request: pb.CompleteEpisodeRequest, now: float) -> pb.CompletionResult:
+    def _result(self, runs: Runs, request: wire.Completion, now: float) -> pb.CompletionResult:
         try:
-            return pb.CompletionResult(completed=self._complete(runs, request, now))
+            return _completed(self._complete(runs, request, now))
         except FarmError as error:
             return pb.CompletionResult(failure=to_failure(error))
 
-    def _complete(self, runs: Runs, request: pb.CompleteEpisodeRequest, now: float) -> pb.CompleteEpisodeResponse:
-        lease_id, trajectory = request.lease_id, request.trajectory
-        payload = trajectory.SerializeToString()
+    def _complete(self, runs: Runs, request: wire.Completion, now: float) -> pb.Disposition.ValueType:
+        lease_id, payload = request.lease_id, request.trajectory
         checks.check_size(len(payload), self._max_trajectory_bytes)
+        trajectory = checks.parse(payload)
         disposition, keep = runs.of_lease(lease_id).complete(request.request_id, lease_id, trajectory, now)
         if keep:
             self._ledger.keep(lease_id, payload)
-        return pb.CompleteEpisodeResponse(disposition=disposition)
+        return disposition
 
     async def FailEpisode(self, request: pb.FailEpisodeRequest, context: Context) -> pb.FailEpisodeResponse:
         now = self._ledger.now()
@@ -237,3 +278,9 @@ class SampleBufferServicer(sample_buffer_pb2_grpc.SampleBufferServiceServicer):
     async def GetLineage(self, request: pb.GetLineageRequest, context: Context) -> pb.GetLineageResponse:
         groups = self._ledger.runs.of_trajectory(request.trajectory_id)
         return views.lineage(groups, request.trajectory_id, self._ledger.payload)
+
+
+@cache
+def _completed(disposition: pb.Disposition.ValueType) -> pb.CompletionResult:
+    """One of many was taken. The answer is copied from it."""
+    return pb.CompletionResult(completed=pb.CompleteEpisodeResponse(disposition=disposition))

@@ -14,6 +14,9 @@ MemberStage = Literal["pending", "leased", "done", "failed", "cancelled"]
 GroupStage = Literal["open", "ready", "taken", "committed", "dropped"]
 Ending = Literal["completed", "failed", "expired", "surplus", "stale"]
 
+HANDED_IN: tuple[Ending, ...] = ("completed", "failed")
+"""How a lease ends by its worker's own word."""
+
 STALE = "stale"
 FAILED = "failed"
 REDUNDANT = "redundant"

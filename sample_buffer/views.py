@@ -27,6 +27,7 @@ def episode_lease(groups: Groups, lease: Lease) -> sample_buffer_pb2.EpisodeLeas
     validation = bool(lease.validation_id)
     episode.group_id = lease.validation_id or tasks.group_id(spec.run_id, lease.position)
     episode.member = lease.position if validation else lease.member
+    episode.group_size = 1 if validation else spec.group_size
     episode.task.CopyFrom(tasks.task(spec, lease.domain, lease.task_index, validation=validation))
     episode.sampling.CopyFrom(spec.validation_sampling if validation else spec.sampling)
     return sample_buffer_pb2.EpisodeLease(lease_id=lease.lease_id, episode=episode, lease_duration=spec.lease_duration)

@@ -1,13 +1,59 @@
-"""Batches on the wire, made of the stored bytes of their trajectories: never parsed, so every delivery is the same."""
+"""Trajectories on the wire as bytes: kept as they were handed in, and never parsed on the way out.
+
+So every delivery is the same, and none is serialised anew.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
+
+from google.protobuf import descriptor_pb2, message_factory
+from google.protobuf.descriptor_pool import DescriptorPool
 
 from rollfarm.rpc import CHUNK_BYTES
 from rollfarm.v1 import sample_buffer_pb2
 
 _TRAJECTORIES = sample_buffer_pb2.Group.TRAJECTORIES_FIELD_NUMBER
 _GROUPS = sample_buffer_pb2.LeaseBatchResponse.GROUPS_FIELD_NUMBER
+
+
+class Completion(Protocol):
+    """A CompleteEpisodeRequest whose trajectory is still serialised."""
+
+    request_id: str
+    lease_id: str
+    trajectory: bytes
+
+
+class Completions(Protocol):
+    """A CompleteEpisodesRequest of such."""
+
+    completions: Sequence[Completion]
+
+
+def _opaque() -> tuple[Any, Any]:
+    """The classes of Completion and Completions: those of the contract, but for the type of `trajectory`.
+
+    To the wire a message and its bytes are the same.
+    """
+    package = "sample_buffer.wire"
+    file = descriptor_pb2.FileDescriptorProto(name="sample_buffer/wire.proto", package=package, syntax="proto3")
+    one, many = file.message_type.add(), file.message_type.add()
+    pb = sample_buffer_pb2
+    pb.CompleteEpisodeRequest.DESCRIPTOR.CopyToProto(one)
+    pb.CompleteEpisodesRequest.DESCRIPTOR.CopyToProto(many)
+    (trajectory,) = (field for field in one.field if field.number == pb.CompleteEpisodeRequest.TRAJECTORY_FIELD_NUMBER)
+    trajectory.type = trajectory.TYPE_BYTES
+    trajectory.ClearField("type_name")
+    (completions,) = many.field
+    completions.type_name = f".{package}.{one.name}"
+    pool = DescriptorPool()
+    pool.Add(file)
+    classes = message_factory.GetMessageClassesForFiles([file.name], pool)
+    return classes[f"{package}.{one.name}"], classes[f"{package}.{many.name}"]
+
+
+COMPLETION, COMPLETIONS = _opaque()
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ DEVICES = ("auto", "cpu", "cuda", "mps", "xpu")
 REGISTRIES = {
     "advantage": ("trainer.algorithms.advantages", "ADVANTAGES"),
     "loss": ("trainer.algorithms.losses", "LOSSES"),
+    "correction": ("trainer.algorithms.correction", "CORRECTIONS"),
     "aggregation": ("trainer.algorithms.aggregation", "AGGREGATIONS"),
 }
 """Where each kind of algorithm is registered."""
@@ -92,15 +93,23 @@ class TrainerConfig(Config):
     loss_settings: dict[str, Setting] = {}
     """The function's keyword-only parameters, such as clip_high."""
 
+    correction: str = "none"
+    """What each token's loss is multiplied by where samples are stale: a name of trainer.algorithms.correction, or
+    "module:function". A loss whose `anchor` is "behavior", which is the default, corrects by its own ratio and wants
+    none; one whose anchor is "proximal" wants "truncated" or "masked"."""
+
+    correction_settings: dict[str, Setting] = {}
+    """The function's keyword-only parameters."""
+
     aggregation: str = "token_mean"
     """How tokens become one number: a name of trainer.algorithms.aggregation, or "module:function"."""
 
     aggregation_settings: dict[str, Setting] = {}
     """The function's keyword-only parameters."""
 
-    shuffle_advantages: bool = False
-    """A negative control, never for training: advantages are dealt at random to the batch's trajectories, so nothing
-    can be learnt from them, and a reward that rises all the same was not earned."""
+    shuffle_scores: bool = False
+    """A negative control, never for training: scores are dealt at random to the batch's trajectories, so nothing can be
+    learnt from them, and a reward that rises all the same was not earned."""
 
     micro_batch_tokens: int = Field(default=8192, ge=1)
     """Padded tokens of one forward pass; a longer row has a pass of its own. Memory grows with it, results do not
@@ -137,6 +146,10 @@ class TrainerConfig(Config):
     """What becomes of running requests when weights change: "keep" computes their KV again under the new weights,
     "keep_cache" goes on with the old KV, "resume" queues them again from their tokens, "drain" lets them finish."""
 
+    rolling_engines: int = Field(default=0, ge=0)
+    """Engines that change weights at a time while the others go on serving the version before, so that the farm never
+    stands still; meanwhile two versions are served. 0 changes all at once, in one short pause."""
+
     transfer_timeout_seconds: float = Field(default=60.0, gt=0)
     """An engine that does not take a version within this time is left behind, and tried again later."""
 
@@ -172,6 +185,7 @@ class TrainerRoot(Root):
         algorithms = {
             "advantage": (self.trainer.advantage, self.trainer.advantage_settings),
             "loss": (self.trainer.loss, self.trainer.loss_settings),
+            "correction": (self.trainer.correction, self.trainer.correction_settings),
             "aggregation": (self.trainer.aggregation, self.trainer.aggregation_settings),
         }
         for key, (name, settings) in algorithms.items():

@@ -5,24 +5,25 @@ The result of a step is a pure function of the weights, the batch and the config
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
 import structlog
 import torch
-from torch import Tensor
 
 from rollfarm.run import ModelConfig, RunConfig
 from rollfarm.v1 import sample_buffer_pb2
 from trainer import warm_start
 from trainer.algorithms.advantages import Advantage
+from trainer.algorithms.samples import Samples
 from trainer.backends import Backend
 from trainer.backends.replicated import ReplicatedBackend
 from trainer.config import TrainerConfig, TrainerRoot
 from trainer.objective import Objective, advantage_of, policy_objective, supervised_objective
 from trainer.ranks import Leader, choose_device, join
-from trainer.rows import row_of, with_advantages
+from trainer.rows import rows_of, with_advantages
+from trainer.samples import samples_of
 from trainer.weights.snapshot import Snapshot, take_snapshot
 
 log = structlog.get_logger()
@@ -90,8 +91,10 @@ class Learner:
     def learn(self, batch: sample_buffer_pb2.Batch, groups: Sequence[sample_buffer_pb2.Group]) -> Outcome:
         """One optimiser step on the batch. A step that is not finite changes nothing but is counted."""
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-        rewards_BG = torch.tensor([[each.reward for each in group.trajectories] for group in groups]).double()
-        rows = with_advantages([row_of(each) for each in trajectories], self._advantages(rewards_BG, batch.step))
+        samples = self._samples(groups, batch.step)
+        advantage_P = self._advantage(samples)
+        rows_of_each = [rows_of(each) for each in trajectories]
+        rows = with_advantages([row for each in rows_of_each for row in each], advantage_P)
         norm = self._objectives[POLICY].norm(rows)
         metrics = self.leader.train_step(
             rows, POLICY, temperature=self._run.sampling.temperature, norm=norm, lr=self.lr_at(batch.step)
@@ -103,21 +106,22 @@ class Learner:
                 batch_id=batch.batch_id,
                 group_ids=[group.group_id for group in groups],
             )
-        lags = [batch.policy_version - row.oldest_version for row in rows]
+        lags = [batch.policy_version - min(row.oldest_version for row in each) for each in rows_of_each]
         names = sorted({name for each in trajectories for name in each.metrics})
         metrics |= {
-            "reward_std": float(rewards_BG.std(correction=0)),
+            "reward_std": float(samples.reward_N.std(correction=0)),
             "staleness": fmean(lags),
             "staleness_max": max(lags),
-            "zero_advantage_share": fmean(row.advantage == 0 for row in rows),
-            "episode_tokens": fmean(len(row) for row in rows),
+            "zero_advantage_share": fmean(not row.advantage_P.any() for row in rows),
+            "episode_tokens": sum(map(len, rows)) / len(trajectories),
+            "episode_segments": len(rows) / len(trajectories),
             **{
                 f"episode_{name}": fmean(each.metrics[name] for each in trajectories if name in each.metrics)
                 for name in names
             },
         }
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        return Outcome(float(rewards_BG.mean()), finite)
+        return Outcome(float(samples.reward_N.mean()), finite)
 
     def lr_at(self, step: int) -> float:
         """The learning rate of a step, from 0."""
@@ -165,9 +169,10 @@ class Learner:
     def export(self, folder: Path) -> None:
         self.leader.export(folder)
 
-    def _advantages(self, rewards_BG: Tensor, step: int) -> list[float]:
-        advantages = self._advantage(rewards_BG).flatten()
-        if self._config.shuffle_advantages:
-            dice = torch.Generator().manual_seed(hash((self._config.seed, step)) & 0x7FFFFFFF)
-            advantages = advantages[torch.randperm(len(advantages), generator=dice)]
-        return advantages.tolist()
+    def _samples(self, groups: Sequence[sample_buffer_pb2.Group], step: int) -> Samples:
+        samples = samples_of(groups)
+        if not self._config.shuffle_scores:
+            return samples
+        dice = torch.Generator().manual_seed(hash((self._config.seed, step)) & 0x7FFFFFFF)
+        dealt_N = samples.reward_N[torch.randperm(len(samples.reward_N), generator=dice)]
+        return replace(samples, reward_N=dealt_N, step_reward_K=torch.zeros_like(samples.step_reward_K))

@@ -1,4 +1,4 @@
-"""What a step minimises: an advantage, a loss and an aggregation, put together from the configuration."""
+"""What a step minimises: an advantage, a loss, a correction and an aggregation, put together from the configuration."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,14 +11,16 @@ from rollfarm.config import ConfigError
 from rollfarm.registry import bind
 from trainer.algorithms.advantages import ADVANTAGES, Advantage
 from trainer.algorithms.aggregation import AGGREGATIONS, Aggregation
-from trainer.algorithms.losses import LOSSES, Loss, Metrics, supervised
+from trainer.algorithms.correction import CORRECTIONS, Correction, none
+from trainer.algorithms.losses import LOSSES, Loss, Metrics, Tokens, off_policy, supervised
 from trainer.config import Setting, TrainerConfig
 from trainer.rows import MicroBatch, Row
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 LossFn = Callable[[Tensor, Tensor, MicroBatch], tuple[Tensor, Metrics]]
-"""(log-probabilities, entropies, micro-batch) to (the loss *summed* over the micro-batch, metrics)."""
+"""(f32[P] log-probabilities and entropies of the tokens in the mask, row by row; the micro-batch) to (the loss *summed*
+over the micro-batch, metrics)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,32 +30,47 @@ class Objective:
     loss: Loss
     """Per token."""
 
+    correction: Correction
+    """What each token's loss is multiplied by, where samples are stale."""
+
     aggregation: Aggregation
     """Tokens to one number."""
 
-    def __call__(self, logp_RT: Tensor, entropy_RT: Tensor, batch: MicroBatch) -> tuple[Tensor, Metrics]:
+    def __call__(self, logp_P: Tensor, entropy_P: Tensor, batch: MicroBatch) -> tuple[Tensor, Metrics]:
         """The loss summed over the micro-batch, and metrics; a LossFn."""
-        per_token_RT, metrics = self.loss(logp_RT, batch.behavior_logp_RT, batch.advantage_RT, batch.mask_RT)
-        weights_RT, _ = self.aggregation(batch.mask_RT)
-        entropy = torch.where(batch.mask_RT, entropy_RT, 0.0).sum()
-        return (per_token_RT * weights_RT).sum(), {"entropy": entropy, **metrics}
+        # The weights as the step began are the current ones: a batch is one optimiser step.
+        proximal_logp_P = logp_P.detach()
+        tokens = Tokens(
+            logp_P,
+            batch.behavior_logp_P,
+            proximal_logp_P,
+            batch.advantage_P,
+            batch.row_P,
+            batch.action_P,
+            len(batch.ids_RT),
+        )
+        loss_P, metrics = self.loss(tokens)
+        weight_R, _ = self.aggregation(batch.mask_RT.sum(dim=1))
+        weight_P = self.correction(tokens) * weight_R[batch.row_P]
+        return (loss_P * weight_P).sum(), {"entropy": entropy_P.sum(), **off_policy(tokens), **metrics}
 
     def norm(self, rows: Sequence[Row]) -> float:
         """What the sum over all rows is divided by."""
-        return sum(self.aggregation(torch.from_numpy(row.mask_T)[None])[1] for row in rows)
+        return self.aggregation(torch.tensor([row.policy_tokens for row in rows]))[1]
 
 
 def policy_objective(config: TrainerConfig) -> Objective:
     """The objective of reinforcement learning. Raises ConfigError for an unknown name or setting."""
     return Objective(
         _bound("loss", LOSSES, config.loss, config.loss_settings),
+        _bound("correction", CORRECTIONS, config.correction, config.correction_settings),
         _bound("aggregation", AGGREGATIONS, config.aggregation, config.aggregation_settings),
     )
 
 
 def supervised_objective() -> Objective:
     """The warm start's: mean negative log-likelihood of a token."""
-    return Objective(supervised, AGGREGATIONS["token_mean"])
+    return Objective(supervised, none, AGGREGATIONS["token_mean"])
 
 
 def advantage_of(config: TrainerConfig) -> Advantage:

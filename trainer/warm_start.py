@@ -46,7 +46,8 @@ def conversation_row(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> Row:
             )
         mask += [False] * (len(prompt) - len(ids)) + [True] * (len(whole) - len(prompt))
         ids = whole
-    return Row(np.array(ids, np.int32), np.array(mask, np.bool_), np.zeros(len(ids), np.float32))
+    nothing = np.zeros(sum(mask), np.float32)
+    return Row(np.array(ids, np.int32), np.array(mask, np.bool_), nothing, nothing)
 
 
 def batches(rows: Sequence[Row], *, batch_size: int, steps: int, seed: int) -> Iterator[list[Row]]:

@@ -58,6 +58,7 @@ async def serve(root: TrainerRoot) -> None:
             llm_proxy_pb2_grpc.LlmProxyServiceStub(proxy),
             _links(config),
             mode=config.update_mode,
+            concurrent_engine_count=config.rolling_engines,
             transfer_timeout_seconds=config.transfer_timeout_seconds,
         )
         controller = Controller(

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from env_manager.environments.solvable import Solvable
+from env_manager.environments.solvable import Instant
 from rollfarm.env import Observation, Step
 
 Operation = Literal["plus", "minus", "times"]
@@ -15,12 +15,11 @@ Operation = Literal["plus", "minus", "times"]
 OPERATIONS = {"plus": operator.add, "minus": operator.sub, "times": operator.mul}
 
 
-class Arithmetic(Solvable):
+class Arithmetic(Instant):
     """One-turn mental arithmetic."""
 
     name = "arithmetic"
     max_turns = 1
-    ACTIONS = tuple(str(number) for number in range(82))
 
     def __init__(
         self,
@@ -58,3 +57,6 @@ class Arithmetic(Solvable):
 
     def solve(self) -> str:
         return str(self._answer)
+
+    def actions(self) -> list[str]:
+        return [str(number) for number in range(82)]

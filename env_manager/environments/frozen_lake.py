@@ -18,7 +18,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from env_manager.environments.solvable import Solvable
+from env_manager.environments.solvable import Instant
 from rollfarm.env import Observation, Step
 
 Cell = tuple[int, int]
@@ -32,11 +32,10 @@ MAX_MAPS = 1000
 """Random maps tried before one without holes is taken."""
 
 
-class FrozenLake(Solvable):
+class FrozenLake(Instant):
     """Multi-turn walking over ice with holes, on a random map."""
 
     name = "frozen_lake"
-    ACTIONS = tuple(MOVES)
 
     def __init__(
         self,
@@ -95,6 +94,9 @@ class FrozenLake(Solvable):
     def solve(self) -> str:
         """The first move of a shortest way."""
         return min(MOVES, key=lambda word: self._distance.get(self._beside(word), self._size**2))
+
+    def actions(self) -> list[str]:
+        return list(MOVES)
 
     def _end(self, reward: float, *, success: float, truncated: bool = False) -> Step:
         return Step(

@@ -6,22 +6,22 @@ from typing import Annotated
 
 from pydantic import Field
 
-from env_manager.environments.solvable import Solvable
+from env_manager.environments.solvable import Instant
 from rollfarm.env import Observation, Step
 
-DEFAULT_HIGH = 20
+MOST_DIGITS = 100
+"""Longer is no number: turning digits into one takes time that grows with the square of their count."""
 
 
-class GuessNumber(Solvable):
+class GuessNumber(Instant):
     """Multi-turn guessing, where the past has to be remembered."""
 
     name = "guess_number"
-    ACTIONS = tuple(map(str, range(1, DEFAULT_HIGH + 1)))
 
     def __init__(
         self,
         *,
-        high: Annotated[int, Field(ge=2)] = DEFAULT_HIGH,
+        high: Annotated[int, Field(ge=2)] = 20,
         turns: Annotated[int, Field(ge=0)] = 0,
     ) -> None:
         """The number lies in 1 to `high`. 0 `turns` allows one more than halving needs."""
@@ -42,20 +42,19 @@ class GuessNumber(Solvable):
     def step(self, action: str) -> Step:
         """Finding it pays 0.5, and 0.5 more for the share of turns that are left; not a number costs a tenth."""
         self._turns_left -= 1
-        word = action.strip()
-        if word == str(self._number):
+        guess = number_in(action)
+        if guess == self._number:
             reward = 0.5 + 0.5 * self._turns_left * self._per_turn
             return Step(reward=reward, done=True, state_hash=self._state(), metrics={"success": 1.0})
         over = self._turns_left == 0
-        answer, reward = self._hint(word)
+        answer, reward = self._hint(guess)
         return Step(
             answer, reward=reward, done=over, truncated=over, state_hash=self._state(), metrics={"success": 0.0}
         )
 
-    def _hint(self, word: str) -> tuple[str, float]:
-        if not (word.isascii() and word.isdecimal()):
+    def _hint(self, guess: int | None) -> tuple[str, float]:
+        if guess is None:
             return "number please", -0.1
-        guess = int(word)
         if guess < self._number:
             self._low_left = max(self._low_left, guess + 1)
             return "higher", 0.0
@@ -65,5 +64,14 @@ class GuessNumber(Solvable):
     def solve(self) -> str:
         return str((self._low_left + self._high_left) // 2)
 
+    def actions(self) -> list[str]:
+        return [str(number) for number in range(1, self._high + 1)]
+
     def _state(self) -> str:
         return f"{self._low_left}-{self._high_left}"
+
+
+def number_in(action: str) -> int | None:
+    """The number that the action is; None where it is none."""
+    word = action.strip()
+    return int(word) if word.isascii() and word.isdecimal() and len(word) <= MOST_DIGITS else None

@@ -1,7 +1,9 @@
 """Settings of an engine host. Imports no torch."""
 
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Literal
+from urllib.parse import urlsplit
 
 from pydantic import ByteSize, Field
 
@@ -9,20 +11,76 @@ from rollfarm.config import Config, ConfigError, Listen, Root, Telemetry
 from rollfarm.run import ModelConfig
 
 
-class VllmConfig(Config):
-    """The vLLM server that the host starts and supervises."""
+class ServerConfig(Config):
+    """An inference server: a child that the host starts and supervises, or one that it is attached to."""
 
-    python: Path = Path(".venv-vllm/bin/python")
-    """Interpreter of the environment that has vLLM; tools/install-vllm.sh makes it."""
+    python: Path
+    """Interpreter of the environment that has the server."""
+
+    url: str = ""
+    """A server that somebody else runs, such as "http://127.0.0.1:8000"; on this machine, for its routes are
+    unauthenticated. Empty starts one."""
 
     port: int = Field(default=0, ge=0, le=65535)
-    """Its HTTP port on loopback, for looking in from outside. 0 is a private socket: its routes are unauthenticated."""
+    """HTTP port of the one that is started, on loopback, for looking in from outside. 0 hides it where it can."""
 
     args: list[str] = []
     """Further arguments of its command line, after the host's own."""
 
     start_seconds: float = Field(default=180.0, gt=0)
     """How long it may take to answer its health check."""
+
+    def check(self, table: str, *, remedy: str) -> None:
+        """Raise ConfigError where it can neither be started nor attached to."""
+        python = self.python.absolute()
+        if not self.url and not python.is_file():
+            raise ConfigError(f"{table}.python: {python} does not exist. {remedy}")
+        if self.url and not _is_on_loopback(self.url):
+            raise ConfigError(
+                f"{table}.url: {self.url} is not the root of a server on loopback, such as http://127.0.0.1:8000. "
+                "Whoever reaches the server may change its weights: run its engine host beside it."
+            )
+
+
+def _is_on_loopback(url: str) -> bool:
+    parts = urlsplit(url)
+    if parts.scheme != "http" or parts.hostname is None or parts.path not in ("", "/"):
+        return False
+    try:
+        return parts.hostname == "localhost" or ip_address(parts.hostname).is_loopback
+    except ValueError:
+        return False
+
+
+class VllmConfig(ServerConfig):
+    """vLLM's OpenAI-compatible API server. A child listens on a private socket unless it is given a port."""
+
+    python: Path = Path(".venv-vllm/bin/python")
+    """Interpreter of the environment that has vLLM; tools/install-vllm.sh makes it."""
+
+
+class SglangConfig(ServerConfig):
+    """SGLang's own HTTP server. A child listens on loopback, on a free port unless it is given one."""
+
+    python: Path = Path(".venv-sglang/bin/python")
+    """Interpreter of the environment that has SGLang; on CPU tools/install-sglang.sh makes it."""
+
+
+class SimulatedConfig(Config):
+    """How long the simulated engine takes. The defaults resemble a model of 7.6 G parameters in bfloat16 on one A100:
+    assumed from its bandwidth (2 TB/s) and arithmetic (half of 312 TFLOP/s), not measured."""
+
+    step_seconds: float = Field(default=0.008, ge=0)
+    """One decoding step, however few requests share it: reading 15.2 GB of weights."""
+
+    request_seconds: float = Field(default=0.00005, ge=0)
+    """Added to a step by each request in it: reading the keys and values of about 2,000 tokens."""
+
+    prefill_seconds: float = Field(default=0.0001, ge=0)
+    """Added to a step by each prompt token in it, and by those computed again after an update."""
+
+    vocabulary_size: int = Field(default=152_064, ge=2)
+    """Token ids lie below it."""
 
 
 class EngineConfig(Config):
@@ -34,8 +92,9 @@ class EngineConfig(Config):
     telemetry: Telemetry = Telemetry()
     """Logs and metrics."""
 
-    adapter: Literal["embedded", "vllm"] = "embedded"
-    """"embedded" generates in this process, with any causal model of transformers; "vllm" starts a vLLM server."""
+    adapter: Literal["embedded", "vllm", "sglang", "simulated"] = "embedded"
+    """"embedded" generates in this process, with any causal model of transformers; "vllm" and "sglang" are a vLLM or
+    SGLang server beside it; "simulated" computes nothing, takes the time that a GPU would, and needs no [model]."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the embedded engine computes. "auto" takes a GPU where there is one."""
@@ -60,6 +119,12 @@ class EngineConfig(Config):
     vllm: VllmConfig = VllmConfig()
     """For the adapter "vllm" alone."""
 
+    sglang: SglangConfig = SglangConfig()
+    """For the adapter "sglang" alone."""
+
+    simulated: SimulatedConfig = SimulatedConfig()
+    """For the adapter "simulated" alone."""
+
 
 class EngineRoot(Root):
     """Settings of `python -m llm_proxy.engine`."""
@@ -71,12 +136,19 @@ class EngineRoot(Root):
     """This service."""
 
     def check(self) -> None:
-        self.model.check()
-        python = self.engine.vllm.python.absolute()
-        if self.engine.adapter == "vllm" and not python.is_file():
-            raise ConfigError(
-                f"engine.vllm.python: {python} does not exist. Run tools/install-vllm.sh, which makes it, or give the "
-                "interpreter of an environment that has vLLM and rollfarm."
+        if self.engine.adapter != "simulated":
+            self.model.check()
+        if self.engine.adapter == "vllm":
+            self.engine.vllm.check(
+                "engine.vllm",
+                remedy="Run tools/install-vllm.sh, which makes it, or give the interpreter of an environment that has "
+                "vLLM and rollfarm.",
+            )
+        if self.engine.adapter == "sglang":
+            self.engine.sglang.check(
+                "engine.sglang",
+                remedy="Run tools/install-sglang.sh, which makes it, or give the interpreter of an environment that "
+                "has SGLang and rollfarm.",
             )
 
 

@@ -1,4 +1,4 @@
-"""Weights on their way in: joined, received into host memory, held until they are applied.
+"""Weights on their way in: received or read into host memory, held until they are applied.
 
 At most one version is held. Nothing here touches the model: whatever fails, the old weights keep serving. No default
 process group is used, so groups live side by side, and one that fails disturbs no other.
@@ -14,9 +14,11 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
 
+from llm_proxy.engine.stored import open_version
 from rollfarm import buckets
 from rollfarm.buckets import Bucket
 from rollfarm.errors import InvalidArgument, WeightsFailed, WeightsMismatch, WeightsNotStaged
+from rollfarm.run import ModelConfig
 from rollfarm.threads import in_thread
 from rollfarm.v1 import engine_pb2
 
@@ -25,6 +27,8 @@ Allocate = Callable[[int], Tensor]
 
 _SENDER = 0
 _ALIGN_BYTES = 64
+_ONE_EACH = 0
+"""The size of buckets that hold one tensor each."""
 
 
 def in_ram(size: int) -> Tensor:
@@ -33,13 +37,14 @@ def in_ram(size: int) -> Tensor:
 
 
 class GlooGroup:
-    """One meeting of the trainer (rank 0) and this engine, with the memory that it fills."""
+    """One meeting of the trainer (rank 0) and this engine."""
 
-    def __init__(self, group: engine_pb2.WeightGroup, *, seconds: float, allocate: Allocate) -> None:
+    def __init__(self, group: engine_pb2.WeightGroup, *, seconds: float) -> None:
         """Block until every rank is there. `seconds` bounds this, and every broadcast. Raises WeightsFailed."""
         self.group_name = group.group_name
-        self._allocate = allocate
-        self._memory = in_ram(0)
+        self.memory = in_ram(0)
+        """What it filled last, for the next version."""
+
         host, _, port = group.store_address.rpartition(":")
         timeout = datetime.timedelta(seconds=seconds)
         try:
@@ -56,17 +61,9 @@ class GlooGroup:
                 store_address=group.store_address,
             ) from error
 
-    def receive(self, plan: Sequence[Bucket]) -> tuple[Tensor, list[tuple[str, Tensor]]]:
-        """Block until every bucket is here: the memory, and the tensors in it. The next `receive` overwrites both.
-
-        Raises WeightsFailed, and then the group is of no further use.
-        """
-        places = _places(plan)
-        if self._memory.numel() < places[-1]:
-            self._memory = self._allocate(places[-1])
-        views: list[tuple[str, Tensor]] = []
-        for bucket, place in zip(plan, places, strict=False):
-            buffer = self._memory[place : place + bucket.size_bytes]
+    def receive(self, buffers: Iterable[Tensor]) -> None:
+        """Block until every bucket is here. Raises WeightsFailed, and then the group is of no further use."""
+        for buffer in buffers:
             try:
                 self._group.broadcast(buffer, _SENDER).wait()  # pyright: ignore[reportAttributeAccessIssue]
             except RuntimeError as error:
@@ -74,9 +71,6 @@ class GlooGroup:
                     f"The sender in weight group {self.group_name} vanished: {_first_line(error)}.",
                     group_name=self.group_name,
                 ) from error
-            flat = buffer.view(getattr(torch, bucket.dtype))
-            views += [(s.name, flat[s.offset : s.offset + s.numel].view(s.shape)) for s in bucket.slots]
-        return self._memory, views
 
 
 def _address_towards(host: str, port: int) -> str:
@@ -90,12 +84,29 @@ def _address_towards(host: str, port: int) -> str:
         return probe.getsockname()[0]
 
 
-def _places(plan: Sequence[Bucket]) -> list[int]:
-    """Where each bucket begins in memory, and the end."""
-    places = [0]
-    for bucket in plan:
-        places.append(places[-1] + -(-bucket.size_bytes // _ALIGN_BYTES) * _ALIGN_BYTES)
-    return places
+class _Layout:
+    """Where buckets lie in memory."""
+
+    def __init__(self, plan: Sequence[Bucket]) -> None:
+        self._plan = plan
+        self._places: list[int] = []
+        self.size_bytes = 0
+        for bucket in plan:
+            self._places.append(self.size_bytes)
+            self.size_bytes += -(-bucket.size_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
+
+    def buffers(self, memory: Tensor) -> list[Tensor]:
+        """Each bucket, as bytes."""
+        places = zip(self._plan, self._places, strict=True)
+        return [memory[place : place + bucket.size_bytes] for bucket, place in places]
+
+    def tensors(self, memory: Tensor) -> list[tuple[str, Tensor]]:
+        """Each bucket's tensors."""
+        views: list[tuple[str, Tensor]] = []
+        for bucket, buffer in zip(self._plan, self.buffers(memory), strict=True):
+            flat = buffer.view(getattr(torch, bucket.dtype))
+            views += [(s.name, flat[s.offset : s.offset + s.numel].view(s.shape)) for s in bucket.slots]
+        return views
 
 
 def _first_line(error: Exception) -> str:
@@ -115,15 +126,28 @@ class Staged:
 class Receiver:
     """Staging for one model. Its methods are for the event loop; the waiting is done in threads."""
 
-    def __init__(self, expected: Mapping[str, Tensor], *, seconds: float, allocate: Allocate = in_ram) -> None:
-        """`expected`: the model's tensors under all of their names."""
+    def __init__(
+        self,
+        expected: Mapping[str, Tensor],
+        *,
+        seconds: float,
+        allocate: Allocate = in_ram,
+        model: ModelConfig | None = None,
+    ) -> None:
+        """`expected`: the model's tensors under all of their names. `model`: what adapters add to."""
         self._expected = expected
+        self._model = model
         self._seconds = seconds
         self._allocate = allocate
         self._meeting = ""
         self._group: GlooGroup | None = None
+        self._staging: engine_pb2.StageWeightsRequest | None = None
+        """The last one begun. One that was begun earlier is not used, however late it ends."""
+
         self._staged: Staged | None = None
-        self._applied = 0
+        self._applied: int | None = 0
+        """The version in use; None when the weights were discarded."""
+
         self._reading = asyncio.Lock()
         """Held while staged tensors are read; the next version waits for it."""
 
@@ -136,32 +160,61 @@ class Receiver:
                 f"Weights cannot come by {group.backend!r}; this engine knows gloo.", backend=group.backend
             )
         self._meeting, self._group = group.group_name, None
-        joined = await in_thread(lambda: GlooGroup(group, seconds=self._seconds, allocate=self._allocate))
+        joined = await in_thread(lambda: GlooGroup(group, seconds=self._seconds))
         if self._meeting == group.group_name:
             self._group = joined
 
     async def stage(self, request: engine_pb2.StageWeightsRequest) -> int:
-        """Receive a version; its size in bytes.
+        """Receive a version, or read it from files; its size in bytes.
 
-        Raises WeightsMismatch and WeightsFailed; the group is then given up.
+        Raises WeightsMismatch and WeightsFailed; a group is then given up.
         """
+        async with self._reading:
+            self._staged = None
+        self._staging = request
+        memory, tensors = await (self._read(request) if request.HasField("stored") else self._receive(request))
+        self._check_newest(request)
+        self._staged = Staged(request.policy_version, tensors, memory)
+        return sum(tensor.nbytes for _, tensor in tensors)
+
+    def _check_newest(self, request: engine_pb2.StageWeightsRequest) -> None:
+        if self._staging is not request:
+            raise WeightsFailed(
+                f"Version {request.policy_version} was replaced by another while it came.",
+                policy_version=request.policy_version,
+            )
+
+    async def _receive(self, request: engine_pb2.StageWeightsRequest) -> tuple[Tensor, list[tuple[str, Tensor]]]:
         group = self._group
         if group is None or group.group_name != request.group_name:
             raise WeightsFailed(f"Weight group {request.group_name} is not joined here.", group_name=request.group_name)
-        async with self._reading:
-            self._staged = None
         try:
             check(request.tensors, self._expected)
-            plan = buckets.plan(request.tensors, request.bucket_size_bytes)
-            memory, tensors = await in_thread(lambda: group.receive(plan))
+            layout = _Layout(buckets.plan(request.tensors, request.bucket_size_bytes))
+            if group.memory.numel() < layout.size_bytes:
+                group.memory = self._allocate(layout.size_bytes)
+            memory = group.memory
+            await in_thread(lambda: group.receive(layout.buffers(memory)))
         except BaseException:
             if self._group is group:
                 self._group = None
             raise
         if self._group is not group:
             raise WeightsFailed(f"Weight group {group.group_name} was replaced meanwhile.", group_name=group.group_name)
-        self._staged = Staged(request.policy_version, tensors, memory)
-        return sum(bucket.size_bytes for bucket in plan)
+        return memory, layout.tensors(memory)
+
+    async def _read(self, request: engine_pb2.StageWeightsRequest) -> tuple[Tensor, list[tuple[str, Tensor]]]:
+        version = await in_thread(lambda: open_version(request.stored, self._expected, self._model))
+        self._check_newest(request)
+        specs = version.specs()
+        check(specs, self._expected)
+        layout = _Layout(buckets.plan(specs, _ONE_EACH))
+        memory = self._allocate(layout.size_bytes)
+        if self._group is not None:  # an engine elsewhere is told of the newest memory alone
+            self._group.memory = in_ram(0)
+        tensors = layout.tensors(memory)
+        await in_thread(lambda: version.copy_to(tensors))
+        return memory, tensors
 
     async def apply(self, policy_version: int, load: Callable[[Staged], Awaitable[float]]) -> float:
         """What `load` makes of the staged version: the seconds that decoding stood still. It is then forgotten.
@@ -179,6 +232,13 @@ class Receiver:
             self._applied = policy_version
             self.discard(policy_version)
             return seconds
+
+    async def sleep(self, rest: Callable[[], Awaitable[None]], *, discard_weights: bool) -> None:
+        """Let the engine `rest` while no version is being applied. Of discarded weights, none counts as applied."""
+        async with self._reading:
+            if discard_weights:
+                self._applied = None
+            await rest()
 
     def _held(self, policy_version: int) -> Staged:
         if self._staged is None or self._staged.policy_version != policy_version:

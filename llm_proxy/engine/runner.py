@@ -3,6 +3,8 @@
 Not thread-safe: the engine's thread owns it. A pass reads and writes only the pool rows that its segments name.
 """
 
+import contextlib
+import ctypes
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
@@ -16,7 +18,8 @@ from transformers.utils import logging
 from llm_proxy.engine.attention import NAME, Layer, Pass, Probe
 from llm_proxy.engine.batching import Segment
 from llm_proxy.engine.requests import Limits
-from llm_proxy.engine.sampling import Sampled, sample
+from llm_proxy.engine.sampling import sample
+from llm_proxy.engine.stepping import Sampled
 from rollfarm.config import ConfigError
 from rollfarm.run import ModelConfig
 
@@ -56,9 +59,9 @@ class Runner:
         self.model = model
         self.device: torch.device = model.device
         self.context_tokens = _context(model.config, context_tokens)
-        shapes = _probe(model)
+        self._shapes = _probe(model)
         row_bytes = self.context_tokens * sum(
-            (keys[0] * keys[1] + values[0] * values[1]) * dtype.itemsize for keys, values, dtype in shapes
+            (keys[0] * keys[1] + values[0] * values[1]) * dtype.itemsize for keys, values, dtype in self._shapes
         )
         self.row_count = min(kv_cache_bytes // row_bytes, ROWS_PER_SLOT * slots)
         if self.row_count < 1:
@@ -66,17 +69,40 @@ class Runner:
                 f"engine.kv_cache: {kv_cache_bytes} bytes do not hold one sequence of {self.context_tokens} tokens, "
                 f"which needs {row_bytes}. Raise it, or lower engine.context_tokens."
             )
-        self._layers = [self._layer(keys, values, dtype) for keys, values, dtype in shapes]
+        self._layers = self._empty_cache()
+        self._has_weights = True
         self.limits = Limits(min(slots, self.row_count), self.context_tokens, model.config.get_text_config().vocab_size)
         log.info("model loaded", device=str(self.device), kv_rows=self.row_count, kv_row_bytes=row_bytes)
 
-    def _layer(self, keys: tuple[int, int], values: tuple[int, int], dtype: torch.dtype) -> Layer:
+    def _empty_cache(self) -> list[Layer]:
         """Zeros, because masked garbage still spreads when it is not finite."""
         shape = (self.row_count, self.context_tokens)
-        return Layer(
-            torch.zeros(*shape, *keys, dtype=dtype, device=self.device),
-            torch.zeros(*shape, *values, dtype=dtype, device=self.device),
-        )
+        return [
+            Layer(
+                torch.zeros(*shape, *keys, dtype=dtype, device=self.device),
+                torch.zeros(*shape, *values, dtype=dtype, device=self.device),
+            )
+            for keys, values, dtype in self._shapes
+        ]
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it has a cache and weights."""
+        return bool(self._layers) and self._has_weights
+
+    def sleep(self, *, discard_weights: bool) -> None:
+        """Free the cache, and the parameters where asked. They keep their identity and shape, around a single value."""
+        self._layers = []
+        if discard_weights:
+            self._has_weights = False
+            for parameter in self.model.parameters():
+                parameter.data = parameter.data.new_zeros(()).expand(parameter.shape)
+        _give_back(self.device)
+
+    def wake_up(self) -> None:
+        """Have a cache again. The parameters' memory comes back with the next `load`."""
+        if not self._layers:
+            self._layers = self._empty_cache()
 
     @torch.inference_mode()
     def step(self, segments: Sequence[Segment], seeds: Sequence[int]) -> Sampled:
@@ -109,14 +135,29 @@ class Runner:
         """Every tensor that a sender may name; those that share memory appear under each of their names."""
         return dict(self.model.state_dict(keep_vars=True))
 
-    @torch.inference_mode()
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy values into the named parameters, converting their dtype."""
+        """Copy values into the named parameters, converting their dtype. After a sleep without weights: into all."""
+        if not self._has_weights:
+            for parameter in self.model.parameters():
+                parameter.data = torch.empty_like(parameter.data, memory_format=torch.contiguous_format)
+            self._has_weights = True
+        self._copy(tensors)
+
+    @torch.inference_mode()
+    def _copy(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         own = self.parameters()
         for name, tensor in tensors:
             own[name].copy_(tensor, non_blocking=True)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def _give_back(device: torch.device) -> None:
+    """Return freed memory to the system; the C library keeps blocks of many megabytes for itself."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    with contextlib.suppress(AttributeError):  # not glibc
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _context(config: Any, wanted: int) -> int:

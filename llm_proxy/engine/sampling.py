@@ -6,9 +6,7 @@ request that continues elsewhere from its tokens draws what it would have drawn 
 Shapes: B rows, V vocabulary, K likeliest tokens.
 """
 
-import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,19 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from llm_proxy.engine.requests import Request
-
-
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """One token for each row."""
-
-    token_ids: list[int]
-    logprobs: list[float]
-    """Nats, under the processed distribution; a greedy row's is the unprocessed one's. NaN where the logits were not
-    finite, and then the token means nothing."""
-
-    top: list[tuple[list[int], list[float]] | None]
-    """Likeliest ids and their log-probabilities, where asked for."""
+from llm_proxy.engine.stepping import Sampled
 
 
 def sample(logits_BV: Tensor, requests: Sequence[Request], seeds: Sequence[int], positions: Sequence[int]) -> Sampled:
@@ -49,11 +35,6 @@ def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> NDArray[np.float
         position_B = np.array(positions, dtype=np.uint64)
         mixed = _splitmix(_splitmix(seed_B) + position_B * np.uint64(0xD1B5_4A32_D192_ED03))
     return (mixed >> np.uint64(11)).astype(np.float64) * 2.0**-53
-
-
-def new_seed() -> int:
-    """A seed for a request that brings none."""
-    return random.getrandbits(63)
 
 
 def _splitmix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -1,7 +1,7 @@
 """EngineService over one adapter.
 
 Each Generate stream owns its requests: their keys carry the stream's number, and whatever is open when the stream ends
-is cancelled. Chunks that come faster than the stream takes them are sent together.
+is cancelled. Chunks that follow each other closely are sent together.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from grpc import aio
 from llm_proxy.engine.adapters import Adapter
 from llm_proxy.engine.metrics import PAUSE_SECONDS
 from llm_proxy.engine.requests import Chunk, Request, decode
-from rollfarm import times
+from rollfarm import rpc, times
 from rollfarm.errors import FarmError, InvalidArgument
 from rollfarm.v1 import engine_pb2, engine_pb2_grpc
 
@@ -76,12 +76,14 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     ) -> AsyncIterator[engine_pb2.EngineServiceGenerateResponse]:
         stream = _Stream(next(self._numbers))
         self._streams[stream.prefix] = stream
-        ended = asyncio.Event()
+        ended, pace = asyncio.Event(), rpc.Pace()
         reading = asyncio.create_task(self._read(request_iterator, stream, ended), name="engine-requests")
         try:
             while not (ended.is_set() and stream.is_idle):
                 await stream.changed.wait()
+                await pace.wait()
                 if chunks := stream.take():
+                    pace.sent(len(chunks))
                     yield engine_pb2.EngineServiceGenerateResponse(chunks=chunks)
             await reading
         finally:
@@ -178,6 +180,16 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
         await self._adapter.discard_weights(request.policy_version)
         return engine_pb2.DiscardWeightsResponse()
 
+    async def Sleep(self, request: engine_pb2.SleepRequest, context: Context) -> engine_pb2.SleepResponse:
+        await self._adapter.sleep(discard_weights=request.discard_weights)
+        log.info("engine sleeps", weights_discarded=request.discard_weights)
+        return engine_pb2.SleepResponse()
+
+    async def WakeUp(self, request: engine_pb2.WakeUpRequest, context: Context) -> engine_pb2.WakeUpResponse:
+        await self._adapter.wake_up()
+        log.info("engine awake", has_weights=not self._adapter.status().sleeping)
+        return engine_pb2.WakeUpResponse()
+
     async def GetStatus(
         self, request: engine_pb2.EngineServiceGetStatusRequest, context: Context
     ) -> engine_pb2.EngineServiceGetStatusResponse:
@@ -196,4 +208,6 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
             generated_token_count=status.generated_token_count,
             paused=status.paused,
             kv_cache_usage=status.kv_cache_usage,
+            server_version=status.server_version,
+            sleeping=status.sleeping,
         )

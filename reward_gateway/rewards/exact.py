@@ -1,5 +1,6 @@
 """The answer, letter by letter."""
 
+from reward_gateway.rewards.words import spoken
 from rollfarm.reward import Episode
 
 
@@ -10,7 +11,7 @@ def exact(episode: Episode, *, case_sensitive: bool = False) -> float:
     """
     if not episode.reference.strip():
         raise ValueError(f"environment {episode.environment!r} gives no reference to compare with")
-    return float(_plain(episode.answer, case_sensitive) == _plain(episode.reference, case_sensitive))
+    return float(_plain(spoken(episode.answer), case_sensitive) == _plain(episode.reference, case_sensitive))
 
 
 def _plain(text: str, case_sensitive: bool) -> str:

@@ -2,12 +2,13 @@
 
 import logging
 
-from rollfarm.reward import Episode, Score
+from rollfarm.reward import Episode, Score, pure
 
 # It warns at every call that its own timer is off.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 
 
+@pure
 def maths(episode: Episode, *, digits: int = 6) -> Score:
     """1 when the policy's last words hold an expression equal to the reference, else 0.
 

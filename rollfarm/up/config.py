@@ -105,6 +105,12 @@ class FarmRoot(Root):
         self.model.check()
         if not self.run.domains:
             raise ConfigError("run.domains: empty. Add [[run.domains]] with a name and an environment.")
+        http = setting(self, "llm_proxy", "http")
+        if setting(self, "env_manager", "agents") and not (http and http.enabled):
+            raise ConfigError(
+                "env_manager.agents: agents speak HTTP, which llm_proxy does not serve. Set [llm_proxy.http] enabled = "
+                "true."
+            )
         scored = setting(self, "reward_gateway", "domains") or {}
         for domain in self.run.domains:
             if domain.name not in scored:

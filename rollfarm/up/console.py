@@ -248,12 +248,12 @@ def _beside(left: RenderableType, right: RenderableType) -> RenderableType:
 def _engine_versions(picture: Picture) -> str:
     if picture.proxy is None:
         return ""
-    serving = [
-        str(engine.policy_version)
-        for engine in picture.proxy.engines
-        if engine.state == llm_proxy_pb2.Engine.STATE_SERVING
-    ]
-    return f", engines serve {' '.join(serving)}" if serving else ", no engine serves"
+    states = llm_proxy_pb2.Engine
+    engines = picture.proxy.engines
+    serving = [str(engine.policy_version) for engine in engines if engine.state == states.STATE_SERVING]
+    served = f", engines serve {' '.join(serving)}" if serving else ", no engine serves"
+    suspended = sum(engine.state == states.STATE_SUSPENDED for engine in engines)
+    return f"{served}, {suspended} suspended" if suspended else served
 
 
 def _staleness(picture: Picture) -> str:

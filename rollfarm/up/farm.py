@@ -16,6 +16,7 @@ from rollfarm.valkey import valkey_binary
 
 OFFSETS = {
     "llm_proxy": 1,
+    "llm_proxy_http": 2,
     "sample_buffer": 3,
     "reward_gateway": 4,
     "trainer": 5,
@@ -128,7 +129,7 @@ def plan(farm: FarmRoot, *, sockets: Path, environ: Mapping[str, str], python: s
         for number in range(up.engines)
     ]
     engines = {"engines": ",".join(addresses.engines)} if up.engines else {}
-    specs.append(builder.service("llm_proxy", flags=engines))
+    specs.append(builder.llm_proxy(engines))
     neighbours = {"sample_buffer_address": addresses.sample_buffer, "llm_proxy_address": addresses.llm_proxy}
     gateway = {"reward_gateway_address": addresses.reward_gateway}
     specs += [
@@ -163,6 +164,14 @@ class _Builder:
         journal = f"unix://{sockets / 'valkey.sock'}"
         wait = str(self._farm.up.start_seconds)
         return self.service("sample_buffer", flags={"journal": journal, "connect_seconds": wait})
+
+    def llm_proxy(self, flags: Mapping[str, str]) -> ProcessSpec:
+        """With a port for agents, where its HTTP is enabled."""
+        if not setting(self._farm, "llm_proxy", "http").enabled:
+            return self.service("llm_proxy", flags=flags)
+        port = self._farm.up.base_port + OFFSETS["llm_proxy_http"]
+        spec = self.service("llm_proxy", flags={**flags, "http.listen.port": str(port)})
+        return replace(spec, ports=(*spec.ports, port))
 
     def create_model(self) -> ProcessSpec:
         argv = (self._python, "-m", "trainer.create_model", self._config)

@@ -427,6 +427,7 @@ class StageWeightsRequest(_message.Message):
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
     BUCKET_SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    STORED_FIELD_NUMBER: _builtins.int
     group_name: _builtins.str
     """The group that carries it, joined before."""
     policy_version: _builtins.int
@@ -439,6 +440,10 @@ class StageWeightsRequest(_message.Message):
         bucket_size_bytes, each broadcast as one flat buffer; a larger tensor is a bucket of its own.
         """
 
+    @_builtins.property
+    def stored(self) -> Global___StoredWeights:
+        """Set instead of group_name and bucket_size_bytes when the version lies in files."""
+
     def __init__(
         self,
         *,
@@ -446,14 +451,98 @@ class StageWeightsRequest(_message.Message):
         policy_version: _builtins.int = ...,
         tensors: _abc.Iterable[Global___TensorSpec] | None = ...,
         bucket_size_bytes: _builtins.int = ...,
+        stored: Global___StoredWeights | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["stored", b"stored"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_size_bytes", b"bucket_size_bytes", "group_name", b"group_name", "policy_version", b"policy_version", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_size_bytes", b"bucket_size_bytes", "group_name", b"group_name", "policy_version", b"policy_version", "stored", b"stored", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StageWeightsRequest: _TypeAlias = StageWeightsRequest  # noqa: Y015
+
+@_typing.final
+class StoredWeights(_message.Message):
+    """A version in files that the engine host can read."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    class _Kind:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _KindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[StoredWeights._Kind.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        KIND_UNSPECIFIED: StoredWeights._Kind.ValueType  # 0
+        KIND_FULL: StoredWeights._Kind.ValueType  # 1
+        """Every parameter, by Hugging Face name."""
+        KIND_LORA: StoredWeights._Kind.ValueType  # 2
+        """A LoRA adapter as peft writes it (adapter_config.json, adapter_model.safetensors), on top of the base model."""
+
+    class Kind(_Kind, metaclass=_KindEnumTypeWrapper):
+        """What stored files hold."""
+
+    KIND_UNSPECIFIED: StoredWeights.Kind.ValueType  # 0
+    KIND_FULL: StoredWeights.Kind.ValueType  # 1
+    """Every parameter, by Hugging Face name."""
+    KIND_LORA: StoredWeights.Kind.ValueType  # 2
+    """A LoRA adapter as peft writes it (adapter_config.json, adapter_model.safetensors), on top of the base model."""
+
+    URI_FIELD_NUMBER: _builtins.int
+    FILES_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    uri: _builtins.str
+    """A folder, as file:///path or a plain path."""
+    kind: Global___StoredWeights.Kind.ValueType
+    """What the files hold."""
+    @_builtins.property
+    def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoredFile]:
+        """What to read there: safetensors, each verified before any is used."""
+
+    def __init__(
+        self,
+        *,
+        uri: _builtins.str = ...,
+        files: _abc.Iterable[Global___StoredFile] | None = ...,
+        kind: Global___StoredWeights.Kind.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["files", b"files", "kind", b"kind", "uri", b"uri"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoredWeights: _TypeAlias = StoredWeights  # noqa: Y015
+
+@_typing.final
+class StoredFile(_message.Message):
+    """One file of a stored version."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PATH_FIELD_NUMBER: _builtins.int
+    SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    SHA256_FIELD_NUMBER: _builtins.int
+    path: _builtins.str
+    """Its path within the folder."""
+    size_bytes: _builtins.int
+    """Its length."""
+    sha256: _builtins.str
+    """64 hexadecimal digits."""
+    def __init__(
+        self,
+        *,
+        path: _builtins.str = ...,
+        size_bytes: _builtins.int = ...,
+        sha256: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["path", b"path", "sha256", b"sha256", "size_bytes", b"size_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StoredFile: _TypeAlias = StoredFile  # noqa: Y015
 
 @_typing.final
 class StageWeightsResponse(_message.Message):
@@ -567,6 +656,79 @@ class DiscardWeightsResponse(_message.Message):
 Global___DiscardWeightsResponse: _TypeAlias = DiscardWeightsResponse  # noqa: Y015
 
 @_typing.final
+class SleepRequest(_message.Message):
+    """Asks for memory."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DISCARD_WEIGHTS_FIELD_NUMBER: _builtins.int
+    discard_weights: _builtins.bool
+    """Whether the weights go as well; they are not kept anywhere."""
+    def __init__(
+        self,
+        *,
+        discard_weights: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["discard_weights", b"discard_weights"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SleepRequest: _TypeAlias = SleepRequest  # noqa: Y015
+
+@_typing.final
+class SleepResponse(_message.Message):
+    """Acknowledges the sleep."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SleepResponse: _TypeAlias = SleepResponse  # noqa: Y015
+
+@_typing.final
+class WakeUpRequest(_message.Message):
+    """Asks to wake up."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WakeUpRequest: _TypeAlias = WakeUpRequest  # noqa: Y015
+
+@_typing.final
+class WakeUpResponse(_message.Message):
+    """Acknowledges waking up."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WakeUpResponse: _TypeAlias = WakeUpResponse  # noqa: Y015
+
+@_typing.final
 class EngineServiceGetStatusRequest(_message.Message):
     """Asks for the engine's status."""
 
@@ -600,6 +762,8 @@ class EngineServiceGetStatusResponse(_message.Message):
     GENERATED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     PAUSED_FIELD_NUMBER: _builtins.int
     KV_CACHE_USAGE_FIELD_NUMBER: _builtins.int
+    SERVER_VERSION_FIELD_NUMBER: _builtins.int
+    SLEEPING_FIELD_NUMBER: _builtins.int
     instance_id: _builtins.str
     """Differs after every start of the engine process."""
     adapter: _builtins.str
@@ -622,6 +786,10 @@ class EngineServiceGetStatusResponse(_message.Message):
     """Whether it stands still."""
     kv_cache_usage: _builtins.float
     """Share of the KV cache in use, 0 to 1."""
+    server_version: _builtins.str
+    """Of the inference server, for example "0.32.0"; empty where there is none."""
+    sleeping: _builtins.bool
+    """Whether its memory is given away."""
     def __init__(
         self,
         *,
@@ -636,10 +804,12 @@ class EngineServiceGetStatusResponse(_message.Message):
         generated_token_count: _builtins.int = ...,
         paused: _builtins.bool = ...,
         kv_cache_usage: _builtins.float = ...,
+        server_version: _builtins.str = ...,
+        sleeping: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "context_token_count", b"context_token_count", "generated_token_count", b"generated_token_count", "instance_id", b"instance_id", "kv_cache_usage", b"kv_cache_usage", "paused", b"paused", "policy_version", b"policy_version", "running_count", b"running_count", "slot_count", b"slot_count", "vocabulary_size", b"vocabulary_size", "waiting_count", b"waiting_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "context_token_count", b"context_token_count", "generated_token_count", b"generated_token_count", "instance_id", b"instance_id", "kv_cache_usage", b"kv_cache_usage", "paused", b"paused", "policy_version", b"policy_version", "running_count", b"running_count", "server_version", b"server_version", "sleeping", b"sleeping", "slot_count", b"slot_count", "vocabulary_size", b"vocabulary_size", "waiting_count", b"waiting_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

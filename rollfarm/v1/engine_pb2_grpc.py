@@ -75,6 +75,16 @@ class EngineServiceStub(object):
                 request_serializer=rollfarm_dot_v1_dot_engine__pb2.DiscardWeightsRequest.SerializeToString,
                 response_deserializer=rollfarm_dot_v1_dot_engine__pb2.DiscardWeightsResponse.FromString,
                 _registered_method=True)
+        self.Sleep = channel.unary_unary(
+                '/rollfarm.v1.EngineService/Sleep',
+                request_serializer=rollfarm_dot_v1_dot_engine__pb2.SleepRequest.SerializeToString,
+                response_deserializer=rollfarm_dot_v1_dot_engine__pb2.SleepResponse.FromString,
+                _registered_method=True)
+        self.WakeUp = channel.unary_unary(
+                '/rollfarm.v1.EngineService/WakeUp',
+                request_serializer=rollfarm_dot_v1_dot_engine__pb2.WakeUpRequest.SerializeToString,
+                response_deserializer=rollfarm_dot_v1_dot_engine__pb2.WakeUpResponse.FromString,
+                _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/rollfarm.v1.EngineService/GetStatus',
                 request_serializer=rollfarm_dot_v1_dot_engine__pb2.EngineServiceGetStatusRequest.SerializeToString,
@@ -150,6 +160,23 @@ class EngineServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Sleep(self, request, context):
+        """Frees the memory of the KV cache, and of the weights where asked, for somebody else on the device. Running requests
+        are given back first; later ones wait.
+
+        Errors: UNIMPLEMENTED/UNSUPPORTED (this engine, as it was started, cannot sleep).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WakeUp(self, request, context):
+        """Takes the memory back and goes on. After a sleep without weights, a version has to be staged and applied first.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStatus(self, request, context):
         """What the engine is and how busy. Asked again and again: an engine that does not answer is given up.
 
@@ -201,6 +228,16 @@ def add_EngineServiceServicer_to_server(servicer, server):
                     servicer.DiscardWeights,
                     request_deserializer=rollfarm_dot_v1_dot_engine__pb2.DiscardWeightsRequest.FromString,
                     response_serializer=rollfarm_dot_v1_dot_engine__pb2.DiscardWeightsResponse.SerializeToString,
+            ),
+            'Sleep': grpc.unary_unary_rpc_method_handler(
+                    servicer.Sleep,
+                    request_deserializer=rollfarm_dot_v1_dot_engine__pb2.SleepRequest.FromString,
+                    response_serializer=rollfarm_dot_v1_dot_engine__pb2.SleepResponse.SerializeToString,
+            ),
+            'WakeUp': grpc.unary_unary_rpc_method_handler(
+                    servicer.WakeUp,
+                    request_deserializer=rollfarm_dot_v1_dot_engine__pb2.WakeUpRequest.FromString,
+                    response_serializer=rollfarm_dot_v1_dot_engine__pb2.WakeUpResponse.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
@@ -425,6 +462,60 @@ class EngineService(object):
             '/rollfarm.v1.EngineService/DiscardWeights',
             rollfarm_dot_v1_dot_engine__pb2.DiscardWeightsRequest.SerializeToString,
             rollfarm_dot_v1_dot_engine__pb2.DiscardWeightsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Sleep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollfarm.v1.EngineService/Sleep',
+            rollfarm_dot_v1_dot_engine__pb2.SleepRequest.SerializeToString,
+            rollfarm_dot_v1_dot_engine__pb2.SleepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WakeUp(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollfarm.v1.EngineService/WakeUp',
+            rollfarm_dot_v1_dot_engine__pb2.WakeUpRequest.SerializeToString,
+            rollfarm_dot_v1_dot_engine__pb2.WakeUpResponse.FromString,
             options,
             channel_credentials,
             insecure,

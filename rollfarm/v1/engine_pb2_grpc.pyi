@@ -61,6 +61,14 @@ class EngineServiceStub:
     """
     DiscardWeights: _grpc.UnaryUnaryMultiCallable[_engine_pb2.DiscardWeightsRequest, _engine_pb2.DiscardWeightsResponse]
     """Forgets a staged version. The old weights keep serving."""
+    Sleep: _grpc.UnaryUnaryMultiCallable[_engine_pb2.SleepRequest, _engine_pb2.SleepResponse]
+    """Frees the memory of the KV cache, and of the weights where asked, for somebody else on the device. Running requests
+    are given back first; later ones wait.
+
+    Errors: UNIMPLEMENTED/UNSUPPORTED (this engine, as it was started, cannot sleep).
+    """
+    WakeUp: _grpc.UnaryUnaryMultiCallable[_engine_pb2.WakeUpRequest, _engine_pb2.WakeUpResponse]
+    """Takes the memory back and goes on. After a sleep without weights, a version has to be staged and applied first."""
     GetStatus: _grpc.UnaryUnaryMultiCallable[_engine_pb2.EngineServiceGetStatusRequest, _engine_pb2.EngineServiceGetStatusResponse]
     """What the engine is and how busy. Asked again and again: an engine that does not answer is given up.
 
@@ -100,6 +108,14 @@ class EngineServiceAsyncStub(EngineServiceStub):
     """
     DiscardWeights: _aio.UnaryUnaryMultiCallable[_engine_pb2.DiscardWeightsRequest, _engine_pb2.DiscardWeightsResponse]  # type: ignore[assignment]
     """Forgets a staged version. The old weights keep serving."""
+    Sleep: _aio.UnaryUnaryMultiCallable[_engine_pb2.SleepRequest, _engine_pb2.SleepResponse]  # type: ignore[assignment]
+    """Frees the memory of the KV cache, and of the weights where asked, for somebody else on the device. Running requests
+    are given back first; later ones wait.
+
+    Errors: UNIMPLEMENTED/UNSUPPORTED (this engine, as it was started, cannot sleep).
+    """
+    WakeUp: _aio.UnaryUnaryMultiCallable[_engine_pb2.WakeUpRequest, _engine_pb2.WakeUpResponse]  # type: ignore[assignment]
+    """Takes the memory back and goes on. After a sleep without weights, a version has to be staged and applied first."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_engine_pb2.EngineServiceGetStatusRequest, _engine_pb2.EngineServiceGetStatusResponse]  # type: ignore[assignment]
     """What the engine is and how busy. Asked again and again: an engine that does not answer is given up.
 
@@ -184,6 +200,26 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_engine_pb2.DiscardWeightsResponse, _abc.Awaitable[_engine_pb2.DiscardWeightsResponse]]:
         """Forgets a staged version. The old weights keep serving."""
+
+    @_abc_1.abstractmethod
+    def Sleep(
+        self,
+        request: _engine_pb2.SleepRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_pb2.SleepResponse, _abc.Awaitable[_engine_pb2.SleepResponse]]:
+        """Frees the memory of the KV cache, and of the weights where asked, for somebody else on the device. Running requests
+        are given back first; later ones wait.
+
+        Errors: UNIMPLEMENTED/UNSUPPORTED (this engine, as it was started, cannot sleep).
+        """
+
+    @_abc_1.abstractmethod
+    def WakeUp(
+        self,
+        request: _engine_pb2.WakeUpRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_engine_pb2.WakeUpResponse, _abc.Awaitable[_engine_pb2.WakeUpResponse]]:
+        """Takes the memory back and goes on. After a sleep without weights, a version has to be staged and applied first."""
 
     @_abc_1.abstractmethod
     def GetStatus(

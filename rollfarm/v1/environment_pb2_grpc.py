@@ -53,6 +53,16 @@ class EnvironmentServiceStub(object):
                 request_serializer=rollfarm_dot_v1_dot_environment__pb2.StepRequest.SerializeToString,
                 response_deserializer=rollfarm_dot_v1_dot_environment__pb2.StepResponse.FromString,
                 _registered_method=True)
+        self.StepMany = channel.stream_stream(
+                '/rollfarm.v1.EnvironmentService/StepMany',
+                request_serializer=rollfarm_dot_v1_dot_environment__pb2.StepManyRequest.SerializeToString,
+                response_deserializer=rollfarm_dot_v1_dot_environment__pb2.StepManyResponse.FromString,
+                _registered_method=True)
+        self.Score = channel.unary_unary(
+                '/rollfarm.v1.EnvironmentService/Score',
+                request_serializer=rollfarm_dot_v1_dot_environment__pb2.EnvironmentServiceScoreRequest.SerializeToString,
+                response_deserializer=rollfarm_dot_v1_dot_environment__pb2.EnvironmentServiceScoreResponse.FromString,
+                _registered_method=True)
         self.Close = channel.unary_unary(
                 '/rollfarm.v1.EnvironmentService/Close',
                 request_serializer=rollfarm_dot_v1_dot_environment__pb2.CloseRequest.SerializeToString,
@@ -92,6 +102,28 @@ class EnvironmentServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def StepMany(self, request_iterator, context):
+        """The same for many episodes over one stream, batched both ways: a message costs as much CPU as several of the
+        steps in it. Each is answered once, in any order; one that the stream does not answer, because it breaks, is asked
+        again by Step.
+
+        A server may leave it out (UNIMPLEMENTED). One that has it sends its initial metadata at once: until they come,
+        env_manager calls Step.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Score(self, request, context):
+        """Judges an episode that an agent played by itself; no step follows. A retry returns the first answer.
+
+        Errors: NOT_FOUND/UNKNOWN_SESSION. A server may leave it out (UNIMPLEMENTED): the agent's last words are then
+        its one step.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Close(self, request, context):
         """Ends an episode early or late; unknown ones are ignored.
         """
@@ -116,6 +148,16 @@ def add_EnvironmentServiceServicer_to_server(servicer, server):
                     servicer.Step,
                     request_deserializer=rollfarm_dot_v1_dot_environment__pb2.StepRequest.FromString,
                     response_serializer=rollfarm_dot_v1_dot_environment__pb2.StepResponse.SerializeToString,
+            ),
+            'StepMany': grpc.stream_stream_rpc_method_handler(
+                    servicer.StepMany,
+                    request_deserializer=rollfarm_dot_v1_dot_environment__pb2.StepManyRequest.FromString,
+                    response_serializer=rollfarm_dot_v1_dot_environment__pb2.StepManyResponse.SerializeToString,
+            ),
+            'Score': grpc.unary_unary_rpc_method_handler(
+                    servicer.Score,
+                    request_deserializer=rollfarm_dot_v1_dot_environment__pb2.EnvironmentServiceScoreRequest.FromString,
+                    response_serializer=rollfarm_dot_v1_dot_environment__pb2.EnvironmentServiceScoreResponse.SerializeToString,
             ),
             'Close': grpc.unary_unary_rpc_method_handler(
                     servicer.Close,
@@ -219,6 +261,60 @@ class EnvironmentService(object):
             _registered_method=True)
 
     @staticmethod
+    def StepMany(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/rollfarm.v1.EnvironmentService/StepMany',
+            rollfarm_dot_v1_dot_environment__pb2.StepManyRequest.SerializeToString,
+            rollfarm_dot_v1_dot_environment__pb2.StepManyResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Score(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollfarm.v1.EnvironmentService/Score',
+            rollfarm_dot_v1_dot_environment__pb2.EnvironmentServiceScoreRequest.SerializeToString,
+            rollfarm_dot_v1_dot_environment__pb2.EnvironmentServiceScoreResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def Close(request,
             target,
             options=(),
@@ -247,7 +343,7 @@ class EnvironmentService(object):
 
 
 class EnvManagerServiceStub(object):
-    """Reserved, not served yet: for workers that env_manager cannot dial, such as those behind a firewall.
+    """Served by env_manager, for workers that it cannot dial, such as those behind a firewall, and for people.
     """
 
     def __init__(self, channel):
@@ -261,15 +357,30 @@ class EnvManagerServiceStub(object):
                 request_serializer=rollfarm_dot_v1_dot_environment__pb2.AttachRequest.SerializeToString,
                 response_deserializer=rollfarm_dot_v1_dot_environment__pb2.AttachResponse.FromString,
                 _registered_method=True)
+        self.GetStatus = channel.unary_unary(
+                '/rollfarm.v1.EnvManagerService/GetStatus',
+                request_serializer=rollfarm_dot_v1_dot_environment__pb2.EnvManagerServiceGetStatusRequest.SerializeToString,
+                response_deserializer=rollfarm_dot_v1_dot_environment__pb2.EnvManagerServiceGetStatusResponse.FromString,
+                _registered_method=True)
 
 
 class EnvManagerServiceServicer(object):
-    """Reserved, not served yet: for workers that env_manager cannot dial, such as those behind a firewall.
+    """Served by env_manager, for workers that it cannot dial, such as those behind a firewall, and for people.
     """
 
     def Attach(self, request_iterator, context):
-        """The worker says hello with what it plays, then answers each call it is sent. A broken stream fails only the
-        episodes that it carried.
+        """The worker says hello with what it plays, then answers each call it is sent, in any order. A broken stream fails
+        only the episodes that it carried; the worker dials again.
+
+        The token of env_manager's configuration travels as metadata: "authorization: Bearer TOKEN".
+        Errors: UNAUTHENTICATED/WRONG_TOKEN, INVALID_ARGUMENT (the first message is no hello).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetStatus(self, request, context):
+        """What is played, where and how well.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -283,6 +394,11 @@ def add_EnvManagerServiceServicer_to_server(servicer, server):
                     request_deserializer=rollfarm_dot_v1_dot_environment__pb2.AttachRequest.FromString,
                     response_serializer=rollfarm_dot_v1_dot_environment__pb2.AttachResponse.SerializeToString,
             ),
+            'GetStatus': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetStatus,
+                    request_deserializer=rollfarm_dot_v1_dot_environment__pb2.EnvManagerServiceGetStatusRequest.FromString,
+                    response_serializer=rollfarm_dot_v1_dot_environment__pb2.EnvManagerServiceGetStatusResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'rollfarm.v1.EnvManagerService', rpc_method_handlers)
@@ -292,7 +408,7 @@ def add_EnvManagerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class EnvManagerService(object):
-    """Reserved, not served yet: for workers that env_manager cannot dial, such as those behind a firewall.
+    """Served by env_manager, for workers that it cannot dial, such as those behind a firewall, and for people.
     """
 
     @staticmethod
@@ -312,6 +428,33 @@ class EnvManagerService(object):
             '/rollfarm.v1.EnvManagerService/Attach',
             rollfarm_dot_v1_dot_environment__pb2.AttachRequest.SerializeToString,
             rollfarm_dot_v1_dot_environment__pb2.AttachResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetStatus(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollfarm.v1.EnvManagerService/GetStatus',
+            rollfarm_dot_v1_dot_environment__pb2.EnvManagerServiceGetStatusRequest.SerializeToString,
+            rollfarm_dot_v1_dot_environment__pb2.EnvManagerServiceGetStatusResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -32,12 +32,15 @@ class ProxiedGeneration(_message.Message):
     MIN_VERSION_FIELD_NUMBER: _builtins.int
     EXACT_VERSION_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     min_version: _builtins.int
     """Wait until the served version is at least this one."""
     exact_version: _builtins.int
     """Serve with exactly this version, or refuse."""
     priority: _builtins.int
     """Lower goes first. sample_buffer's version of the lease: oldest work first."""
+    tenant: _builtins.str
+    """Who asks: a run, a person. Tenants that wait share the engines by their weights. Empty is a tenant like others."""
     @_builtins.property
     def generation(self) -> _engine_pb2.Generation:
         """The work."""
@@ -49,10 +52,11 @@ class ProxiedGeneration(_message.Message):
         min_version: _builtins.int | None = ...,
         exact_version: _builtins.int | None = ...,
         priority: _builtins.int = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_exact_version", b"_exact_version", "_min_version", b"_min_version", "exact_version", b"exact_version", "generation", b"generation", "min_version", b"min_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_exact_version", b"_exact_version", "_min_version", b"_min_version", "exact_version", b"exact_version", "generation", b"generation", "min_version", b"min_version", "priority", b"priority"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_exact_version", b"_exact_version", "_min_version", b"_min_version", "exact_version", b"exact_version", "generation", b"generation", "min_version", b"min_version", "priority", b"priority", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__exact_version: _TypeAlias = _typing.Literal["exact_version"]  # noqa: Y015
     _WhichOneofArgType__exact_version: _TypeAlias = _typing.Literal["_exact_version", b"_exact_version"]  # noqa: Y015
@@ -156,6 +160,10 @@ class Engine(_message.Message):
         """It is reachable and lacks the current weights."""
         STATE_SERVING: Engine._State.ValueType  # 3
         """It gets requests."""
+        STATE_SUSPENDED: Engine._State.ValueType  # 4
+        """Its breaker is open: it failed or stalled too often, and gets a single request now and then as a probe."""
+        STATE_DRAINING: Engine._State.ValueType  # 5
+        """It gets no more requests, and leaves when it has none."""
 
     class State(_State, metaclass=_StateEnumTypeWrapper):
         """What llm_proxy may do with an engine."""
@@ -167,6 +175,10 @@ class Engine(_message.Message):
     """It is reachable and lacks the current weights."""
     STATE_SERVING: Engine.State.ValueType  # 3
     """It gets requests."""
+    STATE_SUSPENDED: Engine.State.ValueType  # 4
+    """Its breaker is open: it failed or stalled too often, and gets a single request now and then as a probe."""
+    STATE_DRAINING: Engine.State.ValueType  # 5
+    """It gets no more requests, and leaves when it has none."""
 
     ENGINE_ID_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
@@ -178,6 +190,11 @@ class Engine(_message.Message):
     GENERATED_TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
+    SERVER_VERSION_FIELD_NUMBER: _builtins.int
+    DECODING_COUNT_FIELD_NUMBER: _builtins.int
+    WAITING_COUNT_FIELD_NUMBER: _builtins.int
+    KV_CACHE_USAGE_FIELD_NUMBER: _builtins.int
+    TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """Chosen by llm_proxy, stable for an address."""
     address: _builtins.str
@@ -198,6 +215,16 @@ class Engine(_message.Message):
     """"embedded", "vllm", ..."""
     detail: _builtins.str
     """Why it does not serve, in words."""
+    server_version: _builtins.str
+    """Of the inference server, for example "0.32.0"; empty where there is none."""
+    decoding_count: _builtins.int
+    """Requests that it decodes now, by its own account."""
+    waiting_count: _builtins.int
+    """Requests that wait within it, by its own account."""
+    kv_cache_usage: _builtins.float
+    """Share of its KV cache in use, 0 to 1."""
+    tokens_per_second: _builtins.float
+    """Tokens that it generates a second, lately."""
     def __init__(
         self,
         *,
@@ -211,10 +238,15 @@ class Engine(_message.Message):
         generated_token_count: _builtins.int = ...,
         adapter: _builtins.str = ...,
         detail: _builtins.str = ...,
+        server_version: _builtins.str = ...,
+        decoding_count: _builtins.int = ...,
+        waiting_count: _builtins.int = ...,
+        kv_cache_usage: _builtins.float = ...,
+        tokens_per_second: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "address", b"address", "detail", b"detail", "engine_id", b"engine_id", "generated_token_count", b"generated_token_count", "instance_id", b"instance_id", "policy_version", b"policy_version", "running_count", b"running_count", "slot_count", b"slot_count", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "address", b"address", "decoding_count", b"decoding_count", "detail", b"detail", "engine_id", b"engine_id", "generated_token_count", b"generated_token_count", "instance_id", b"instance_id", "kv_cache_usage", b"kv_cache_usage", "policy_version", b"policy_version", "running_count", b"running_count", "server_version", b"server_version", "slot_count", b"slot_count", "state", b"state", "tokens_per_second", b"tokens_per_second", "waiting_count", b"waiting_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -408,16 +440,20 @@ class DetachEngineRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ENGINE_ID_FIELD_NUMBER: _builtins.int
+    DRAIN_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """The engine."""
+    drain: _builtins.bool
+    """Whether its requests finish there. Answers at once; the engine leaves when it has none."""
     def __init__(
         self,
         *,
         engine_id: _builtins.str = ...,
+        drain: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "engine_id", b"engine_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -506,6 +542,7 @@ class BeginWeightUpdateRequest(_message.Message):
     TRANSFERS_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
     BUCKET_SIZE_BYTES_FIELD_NUMBER: _builtins.int
+    STORED_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     """The version."""
     bucket_size_bytes: _builtins.int
@@ -518,6 +555,10 @@ class BeginWeightUpdateRequest(_message.Message):
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[_engine_pb2.TensorSpec]:
         """Every tensor, in the order of the broadcast."""
 
+    @_builtins.property
+    def stored(self) -> _engine_pb2.StoredWeights:
+        """Set when the version lies in files; transfers then carry no group."""
+
     def __init__(
         self,
         *,
@@ -525,10 +566,11 @@ class BeginWeightUpdateRequest(_message.Message):
         transfers: _abc.Iterable[Global___EngineTransfer] | None = ...,
         tensors: _abc.Iterable[_engine_pb2.TensorSpec] | None = ...,
         bucket_size_bytes: _builtins.int = ...,
+        stored: _engine_pb2.StoredWeights | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["stored", b"stored"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_size_bytes", b"bucket_size_bytes", "policy_version", b"policy_version", "tensors", b"tensors", "transfers", b"transfers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_size_bytes", b"bucket_size_bytes", "policy_version", b"policy_version", "stored", b"stored", "tensors", b"tensors", "transfers", b"transfers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -630,19 +672,25 @@ class CommitWeightUpdateRequest(_message.Message):
 
     POLICY_VERSION_FIELD_NUMBER: _builtins.int
     MODE_FIELD_NUMBER: _builtins.int
+    CONCURRENT_ENGINE_COUNT_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     """The version."""
     mode: _engine_pb2.UpdateMode.ValueType
     """Unspecified is UPDATE_MODE_KEEP."""
+    concurrent_engine_count: _builtins.int
+    """Engines that apply at a time while the others go on serving, so that capacity never falls to zero; meanwhile two
+    versions are served. 0 is all at once, the gate closed.
+    """
     def __init__(
         self,
         *,
         policy_version: _builtins.int = ...,
         mode: _engine_pb2.UpdateMode.ValueType = ...,
+        concurrent_engine_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["mode", b"mode", "policy_version", b"policy_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["concurrent_engine_count", b"concurrent_engine_count", "mode", b"mode", "policy_version", b"policy_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -718,6 +766,258 @@ class AbortWeightUpdateResponse(_message.Message):
 Global___AbortWeightUpdateResponse: _TypeAlias = AbortWeightUpdateResponse  # noqa: Y015
 
 @_typing.final
+class OpenSessionRequest(_message.Message):
+    """Describes a session."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    SAMPLING_FIELD_NUMBER: _builtins.int
+    ALLOW_SAMPLING_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    MIN_VERSION_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    IDLE_DURATION_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.str
+    """Unique; the episode's id, or any name."""
+    allow_sampling: _builtins.bool
+    """Whether temperature, top_p, top_k and seed of the agent's requests count."""
+    priority: _builtins.int
+    """As of ProxiedGeneration."""
+    min_version: _builtins.int
+    """As of ProxiedGeneration."""
+    tenant: _builtins.str
+    """As of ProxiedGeneration."""
+    @_builtins.property
+    def sampling(self) -> _trajectory_pb2.Sampling:
+        """Default and bound of every request: an agent may ask for less of max_tokens, and for another temperature where
+        allow_sampling says so. top_logprobs is the agent's own affair.
+        """
+
+    @_builtins.property
+    def idle_duration(self) -> _duration_pb2.Duration:
+        """How long it lives without a request. Unset is llm_proxy's configured default."""
+
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.str = ...,
+        sampling: _trajectory_pb2.Sampling | None = ...,
+        allow_sampling: _builtins.bool = ...,
+        priority: _builtins.int = ...,
+        min_version: _builtins.int | None = ...,
+        tenant: _builtins.str = ...,
+        idle_duration: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_min_version", b"_min_version", "idle_duration", b"idle_duration", "min_version", b"min_version", "sampling", b"sampling"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_min_version", b"_min_version", "allow_sampling", b"allow_sampling", "idle_duration", b"idle_duration", "min_version", b"min_version", "priority", b"priority", "sampling", b"sampling", "session_id", b"session_id", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__min_version: _TypeAlias = _typing.Literal["min_version"]  # noqa: Y015
+    _WhichOneofArgType__min_version: _TypeAlias = _typing.Literal["_min_version", b"_min_version"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__min_version) -> _WhichOneofReturnType__min_version | None: ...
+
+Global___OpenSessionRequest: _TypeAlias = OpenSessionRequest  # noqa: Y015
+
+@_typing.final
+class OpenSessionResponse(_message.Message):
+    """How the agent reaches its session."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BASE_URL_FIELD_NUMBER: _builtins.int
+    API_KEY_FIELD_NUMBER: _builtins.int
+    MODEL_NAME_FIELD_NUMBER: _builtins.int
+    base_url: _builtins.str
+    """What the agent takes for OpenAI's base URL, for example "http://10.0.0.5:7702/v1". Anthropic's is the same without
+    the "/v1".
+    """
+    api_key: _builtins.str
+    """What the agent takes for its API key. It opens this session and no other."""
+    model_name: _builtins.str
+    """What the agent takes for the model's name."""
+    def __init__(
+        self,
+        *,
+        base_url: _builtins.str = ...,
+        api_key: _builtins.str = ...,
+        model_name: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["api_key", b"api_key", "base_url", b"base_url", "model_name", b"model_name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OpenSessionResponse: _TypeAlias = OpenSessionResponse  # noqa: Y015
+
+@_typing.final
+class GetSessionRequest(_message.Message):
+    """Names a session."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.str
+    """The session."""
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["session_id", b"session_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetSessionRequest: _TypeAlias = GetSessionRequest  # noqa: Y015
+
+@_typing.final
+class GetSessionResponse(_message.Message):
+    """The record."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RECORD_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def record(self) -> Global___SessionRecord:
+        """What was recorded."""
+
+    def __init__(
+        self,
+        *,
+        record: Global___SessionRecord | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["record", b"record"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["record", b"record"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetSessionResponse: _TypeAlias = GetSessionResponse  # noqa: Y015
+
+@_typing.final
+class CloseSessionRequest(_message.Message):
+    """Names a session to end."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.str
+    """The session."""
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["session_id", b"session_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CloseSessionRequest: _TypeAlias = CloseSessionRequest  # noqa: Y015
+
+@_typing.final
+class CloseSessionResponse(_message.Message):
+    """The whole record."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RECORD_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def record(self) -> Global___SessionRecord:
+        """What was recorded."""
+
+    def __init__(
+        self,
+        *,
+        record: Global___SessionRecord | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["record", b"record"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["record", b"record"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CloseSessionResponse: _TypeAlias = CloseSessionResponse  # noqa: Y015
+
+@_typing.final
+class SessionRecord(_message.Message):
+    """Everything that a session generated."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    BRANCHES_FIELD_NUMBER: _builtins.int
+    REQUEST_COUNT_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.str
+    """The session."""
+    request_count: _builtins.int
+    """Requests answered."""
+    @_builtins.property
+    def branches(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionBranch]:
+        """One for each history that the agent kept extending; in the order in which they began. An agent that never rewrites
+        its history has one.
+        """
+
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.str = ...,
+        branches: _abc.Iterable[Global___SessionBranch] | None = ...,
+        request_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["branches", b"branches", "request_count", b"request_count", "session_id", b"session_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionRecord: _TypeAlias = SessionRecord  # noqa: Y015
+
+@_typing.final
+class SessionBranch(_message.Message):
+    """One history, token by token: what the engines saw and made."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TURNS_FIELD_NUMBER: _builtins.int
+    TURN_TEXTS_FIELD_NUMBER: _builtins.int
+    ORIGIN_DETAIL_FIELD_NUMBER: _builtins.int
+    SHARED_TURN_COUNT_FIELD_NUMBER: _builtins.int
+    origin_detail: _builtins.str
+    """Why it is not the continuation of an earlier branch, in words; empty for the first one."""
+    shared_turn_count: _builtins.int
+    """How many of its first turns an earlier branch has as well: what the policy wrote there is the same generation. Two
+    branches that were written alike by chance share nothing.
+    """
+    @_builtins.property
+    def turns(self) -> _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.Turn]:
+        """Concatenated, the turns are exactly the tokens that the engines saw."""
+
+    @_builtins.property
+    def turn_texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The text of each turn, in order, for people."""
+
+    def __init__(
+        self,
+        *,
+        turns: _abc.Iterable[_trajectory_pb2.Turn] | None = ...,
+        turn_texts: _abc.Iterable[_builtins.str] | None = ...,
+        origin_detail: _builtins.str = ...,
+        shared_turn_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["origin_detail", b"origin_detail", "shared_turn_count", b"shared_turn_count", "turn_texts", b"turn_texts", "turns", b"turns"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionBranch: _TypeAlias = SessionBranch  # noqa: Y015
+
+@_typing.final
 class LlmProxyServiceGetStatusRequest(_message.Message):
     """Asks for llm_proxy's status."""
 
@@ -748,6 +1048,8 @@ class LlmProxyServiceGetStatusResponse(_message.Message):
     FINISHED_COUNT_FIELD_NUMBER: _builtins.int
     GATE_CLOSED_FIELD_NUMBER: _builtins.int
     RESUMPTION_COUNT_FIELD_NUMBER: _builtins.int
+    TENANTS_FIELD_NUMBER: _builtins.int
+    SESSION_COUNT_FIELD_NUMBER: _builtins.int
     queued_count: _builtins.int
     """Requests waiting for a slot."""
     running_count: _builtins.int
@@ -762,9 +1064,15 @@ class LlmProxyServiceGetStatusResponse(_message.Message):
     """Whether the weight gate is closed."""
     resumption_count: _builtins.int
     """Requests continued on another engine since the start."""
+    session_count: _builtins.int
+    """Sessions open for HTTP."""
     @_builtins.property
     def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___Engine]:
         """Every attached engine."""
+
+    @_builtins.property
+    def tenants(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantStatus]:
+        """Every tenant with open requests."""
 
     def __init__(
         self,
@@ -777,11 +1085,43 @@ class LlmProxyServiceGetStatusResponse(_message.Message):
         finished_count: _builtins.int = ...,
         gate_closed: _builtins.bool = ...,
         resumption_count: _builtins.int = ...,
+        tenants: _abc.Iterable[Global___TenantStatus] | None = ...,
+        session_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "finished_count", b"finished_count", "gate_closed", b"gate_closed", "generated_token_count", b"generated_token_count", "policy_version", b"policy_version", "queued_count", b"queued_count", "resumption_count", b"resumption_count", "running_count", b"running_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "finished_count", b"finished_count", "gate_closed", b"gate_closed", "generated_token_count", b"generated_token_count", "policy_version", b"policy_version", "queued_count", b"queued_count", "resumption_count", b"resumption_count", "running_count", b"running_count", "session_count", b"session_count", "tenants", b"tenants"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LlmProxyServiceGetStatusResponse: _TypeAlias = LlmProxyServiceGetStatusResponse  # noqa: Y015
+
+@_typing.final
+class TenantStatus(_message.Message):
+    """How one tenant stands."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    QUEUED_COUNT_FIELD_NUMBER: _builtins.int
+    RUNNING_COUNT_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """Its name."""
+    queued_count: _builtins.int
+    """Requests waiting for a slot."""
+    running_count: _builtins.int
+    """Requests with an engine."""
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        queued_count: _builtins.int = ...,
+        running_count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["queued_count", b"queued_count", "running_count", b"running_count", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TenantStatus: _TypeAlias = TenantStatus  # noqa: Y015

@@ -80,6 +80,21 @@ class LlmProxyServiceStub(object):
                 request_serializer=rollfarm_dot_v1_dot_llm__proxy__pb2.AbortWeightUpdateRequest.SerializeToString,
                 response_deserializer=rollfarm_dot_v1_dot_llm__proxy__pb2.AbortWeightUpdateResponse.FromString,
                 _registered_method=True)
+        self.OpenSession = channel.unary_unary(
+                '/rollfarm.v1.LlmProxyService/OpenSession',
+                request_serializer=rollfarm_dot_v1_dot_llm__proxy__pb2.OpenSessionRequest.SerializeToString,
+                response_deserializer=rollfarm_dot_v1_dot_llm__proxy__pb2.OpenSessionResponse.FromString,
+                _registered_method=True)
+        self.GetSession = channel.unary_unary(
+                '/rollfarm.v1.LlmProxyService/GetSession',
+                request_serializer=rollfarm_dot_v1_dot_llm__proxy__pb2.GetSessionRequest.SerializeToString,
+                response_deserializer=rollfarm_dot_v1_dot_llm__proxy__pb2.GetSessionResponse.FromString,
+                _registered_method=True)
+        self.CloseSession = channel.unary_unary(
+                '/rollfarm.v1.LlmProxyService/CloseSession',
+                request_serializer=rollfarm_dot_v1_dot_llm__proxy__pb2.CloseSessionRequest.SerializeToString,
+                response_deserializer=rollfarm_dot_v1_dot_llm__proxy__pb2.CloseSessionResponse.FromString,
+                _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/rollfarm.v1.LlmProxyService/GetStatus',
                 request_serializer=rollfarm_dot_v1_dot_llm__proxy__pb2.LlmProxyServiceGetStatusRequest.SerializeToString,
@@ -95,7 +110,9 @@ class LlmProxyServiceServicer(object):
         """Generates once. Cancelling the call frees its slot. A retry with the same request_id joins the first.
 
         Errors: INVALID_ARGUMENT (prompt over the context, token out of range, bad sampling),
-        FAILED_PRECONDITION/VERSION_UNAVAILABLE (exact_version is gone; metadata names the served one).
+        FAILED_PRECONDITION/VERSION_UNAVAILABLE (exact_version is gone; metadata names the served one),
+        UNAVAILABLE/VERSION_NOT_SERVED (min_version or exact_version did not come in time; metadata names the served one),
+        RESOURCE_EXHAUSTED/QUOTA_EXCEEDED (the tenant has too many requests open; back off).
         While no engine serves, requests wait until their deadline.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -125,7 +142,7 @@ class LlmProxyServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def DetachEngine(self, request, context):
-        """Removes an engine; its requests continue elsewhere.
+        """Removes an engine. Its requests continue elsewhere or, in a drain, finish there first.
 
         Errors: NOT_FOUND/UNKNOWN_ENGINE.
         """
@@ -161,6 +178,35 @@ class LlmProxyServiceServicer(object):
 
     def AbortWeightUpdate(self, request, context):
         """For people and their tools: forgets a staged version. The old one keeps serving. The trainer just begins anew.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def OpenSession(self, request, context):
+        """Opens a session for an agent that speaks OpenAI's or Anthropic's HTTP: what it generates is recorded token by token.
+        Idempotent by session_id.
+
+        Errors: FAILED_PRECONDITION/HTTP_DISABLED (this llm_proxy serves no HTTP).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetSession(self, request, context):
+        """What a session recorded so far.
+
+        Errors: NOT_FOUND/UNKNOWN_AGENT_SESSION (never opened, expired, or lost with a restart).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CloseSession(self, request, context):
+        """Ends a session: its key is refused from now on and its open requests are cancelled. Answers with what it recorded,
+        also when called again within its time to live.
+
+        Errors: NOT_FOUND/UNKNOWN_AGENT_SESSION.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -220,6 +266,21 @@ def add_LlmProxyServiceServicer_to_server(servicer, server):
                     servicer.AbortWeightUpdate,
                     request_deserializer=rollfarm_dot_v1_dot_llm__proxy__pb2.AbortWeightUpdateRequest.FromString,
                     response_serializer=rollfarm_dot_v1_dot_llm__proxy__pb2.AbortWeightUpdateResponse.SerializeToString,
+            ),
+            'OpenSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenSession,
+                    request_deserializer=rollfarm_dot_v1_dot_llm__proxy__pb2.OpenSessionRequest.FromString,
+                    response_serializer=rollfarm_dot_v1_dot_llm__proxy__pb2.OpenSessionResponse.SerializeToString,
+            ),
+            'GetSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetSession,
+                    request_deserializer=rollfarm_dot_v1_dot_llm__proxy__pb2.GetSessionRequest.FromString,
+                    response_serializer=rollfarm_dot_v1_dot_llm__proxy__pb2.GetSessionResponse.SerializeToString,
+            ),
+            'CloseSession': grpc.unary_unary_rpc_method_handler(
+                    servicer.CloseSession,
+                    request_deserializer=rollfarm_dot_v1_dot_llm__proxy__pb2.CloseSessionRequest.FromString,
+                    response_serializer=rollfarm_dot_v1_dot_llm__proxy__pb2.CloseSessionResponse.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
@@ -471,6 +532,87 @@ class LlmProxyService(object):
             '/rollfarm.v1.LlmProxyService/AbortWeightUpdate',
             rollfarm_dot_v1_dot_llm__proxy__pb2.AbortWeightUpdateRequest.SerializeToString,
             rollfarm_dot_v1_dot_llm__proxy__pb2.AbortWeightUpdateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OpenSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollfarm.v1.LlmProxyService/OpenSession',
+            rollfarm_dot_v1_dot_llm__proxy__pb2.OpenSessionRequest.SerializeToString,
+            rollfarm_dot_v1_dot_llm__proxy__pb2.OpenSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollfarm.v1.LlmProxyService/GetSession',
+            rollfarm_dot_v1_dot_llm__proxy__pb2.GetSessionRequest.SerializeToString,
+            rollfarm_dot_v1_dot_llm__proxy__pb2.GetSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CloseSession(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollfarm.v1.LlmProxyService/CloseSession',
+            rollfarm_dot_v1_dot_llm__proxy__pb2.CloseSessionRequest.SerializeToString,
+            rollfarm_dot_v1_dot_llm__proxy__pb2.CloseSessionResponse.FromString,
             options,
             channel_credentials,
             insecure,

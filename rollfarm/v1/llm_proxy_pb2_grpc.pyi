@@ -37,7 +37,9 @@ class LlmProxyServiceStub:
     """Generates once. Cancelling the call frees its slot. A retry with the same request_id joins the first.
 
     Errors: INVALID_ARGUMENT (prompt over the context, token out of range, bad sampling),
-    FAILED_PRECONDITION/VERSION_UNAVAILABLE (exact_version is gone; metadata names the served one).
+    FAILED_PRECONDITION/VERSION_UNAVAILABLE (exact_version is gone; metadata names the served one),
+    UNAVAILABLE/VERSION_NOT_SERVED (min_version or exact_version did not come in time; metadata names the served one),
+    RESOURCE_EXHAUSTED/QUOTA_EXCEEDED (the tenant has too many requests open; back off).
     While no engine serves, requests wait until their deadline.
     """
     GenerateMany: _grpc.StreamStreamMultiCallable[_llm_proxy_pb2.GenerateManyRequest, _llm_proxy_pb2.GenerateManyResponse]
@@ -49,7 +51,7 @@ class LlmProxyServiceStub:
     AttachEngine: _grpc.UnaryUnaryMultiCallable[_llm_proxy_pb2.AttachEngineRequest, _llm_proxy_pb2.AttachEngineResponse]
     """Adds an engine. It serves once it has the current weights. Idempotent by address."""
     DetachEngine: _grpc.UnaryUnaryMultiCallable[_llm_proxy_pb2.DetachEngineRequest, _llm_proxy_pb2.DetachEngineResponse]
-    """Removes an engine; its requests continue elsewhere.
+    """Removes an engine. Its requests continue elsewhere or, in a drain, finish there first.
 
     Errors: NOT_FOUND/UNKNOWN_ENGINE.
     """
@@ -68,6 +70,23 @@ class LlmProxyServiceStub:
     """
     AbortWeightUpdate: _grpc.UnaryUnaryMultiCallable[_llm_proxy_pb2.AbortWeightUpdateRequest, _llm_proxy_pb2.AbortWeightUpdateResponse]
     """For people and their tools: forgets a staged version. The old one keeps serving. The trainer just begins anew."""
+    OpenSession: _grpc.UnaryUnaryMultiCallable[_llm_proxy_pb2.OpenSessionRequest, _llm_proxy_pb2.OpenSessionResponse]
+    """Opens a session for an agent that speaks OpenAI's or Anthropic's HTTP: what it generates is recorded token by token.
+    Idempotent by session_id.
+
+    Errors: FAILED_PRECONDITION/HTTP_DISABLED (this llm_proxy serves no HTTP).
+    """
+    GetSession: _grpc.UnaryUnaryMultiCallable[_llm_proxy_pb2.GetSessionRequest, _llm_proxy_pb2.GetSessionResponse]
+    """What a session recorded so far.
+
+    Errors: NOT_FOUND/UNKNOWN_AGENT_SESSION (never opened, expired, or lost with a restart).
+    """
+    CloseSession: _grpc.UnaryUnaryMultiCallable[_llm_proxy_pb2.CloseSessionRequest, _llm_proxy_pb2.CloseSessionResponse]
+    """Ends a session: its key is refused from now on and its open requests are cancelled. Answers with what it recorded,
+    also when called again within its time to live.
+
+    Errors: NOT_FOUND/UNKNOWN_AGENT_SESSION.
+    """
     GetStatus: _grpc.UnaryUnaryMultiCallable[_llm_proxy_pb2.LlmProxyServiceGetStatusRequest, _llm_proxy_pb2.LlmProxyServiceGetStatusResponse]
     """Queue, slots, versions and rates."""
 
@@ -80,7 +99,9 @@ class LlmProxyServiceAsyncStub(LlmProxyServiceStub):
     """Generates once. Cancelling the call frees its slot. A retry with the same request_id joins the first.
 
     Errors: INVALID_ARGUMENT (prompt over the context, token out of range, bad sampling),
-    FAILED_PRECONDITION/VERSION_UNAVAILABLE (exact_version is gone; metadata names the served one).
+    FAILED_PRECONDITION/VERSION_UNAVAILABLE (exact_version is gone; metadata names the served one),
+    UNAVAILABLE/VERSION_NOT_SERVED (min_version or exact_version did not come in time; metadata names the served one),
+    RESOURCE_EXHAUSTED/QUOTA_EXCEEDED (the tenant has too many requests open; back off).
     While no engine serves, requests wait until their deadline.
     """
     GenerateMany: _aio.StreamStreamMultiCallable[_llm_proxy_pb2.GenerateManyRequest, _llm_proxy_pb2.GenerateManyResponse]  # type: ignore[assignment]
@@ -92,7 +113,7 @@ class LlmProxyServiceAsyncStub(LlmProxyServiceStub):
     AttachEngine: _aio.UnaryUnaryMultiCallable[_llm_proxy_pb2.AttachEngineRequest, _llm_proxy_pb2.AttachEngineResponse]  # type: ignore[assignment]
     """Adds an engine. It serves once it has the current weights. Idempotent by address."""
     DetachEngine: _aio.UnaryUnaryMultiCallable[_llm_proxy_pb2.DetachEngineRequest, _llm_proxy_pb2.DetachEngineResponse]  # type: ignore[assignment]
-    """Removes an engine; its requests continue elsewhere.
+    """Removes an engine. Its requests continue elsewhere or, in a drain, finish there first.
 
     Errors: NOT_FOUND/UNKNOWN_ENGINE.
     """
@@ -111,6 +132,23 @@ class LlmProxyServiceAsyncStub(LlmProxyServiceStub):
     """
     AbortWeightUpdate: _aio.UnaryUnaryMultiCallable[_llm_proxy_pb2.AbortWeightUpdateRequest, _llm_proxy_pb2.AbortWeightUpdateResponse]  # type: ignore[assignment]
     """For people and their tools: forgets a staged version. The old one keeps serving. The trainer just begins anew."""
+    OpenSession: _aio.UnaryUnaryMultiCallable[_llm_proxy_pb2.OpenSessionRequest, _llm_proxy_pb2.OpenSessionResponse]  # type: ignore[assignment]
+    """Opens a session for an agent that speaks OpenAI's or Anthropic's HTTP: what it generates is recorded token by token.
+    Idempotent by session_id.
+
+    Errors: FAILED_PRECONDITION/HTTP_DISABLED (this llm_proxy serves no HTTP).
+    """
+    GetSession: _aio.UnaryUnaryMultiCallable[_llm_proxy_pb2.GetSessionRequest, _llm_proxy_pb2.GetSessionResponse]  # type: ignore[assignment]
+    """What a session recorded so far.
+
+    Errors: NOT_FOUND/UNKNOWN_AGENT_SESSION (never opened, expired, or lost with a restart).
+    """
+    CloseSession: _aio.UnaryUnaryMultiCallable[_llm_proxy_pb2.CloseSessionRequest, _llm_proxy_pb2.CloseSessionResponse]  # type: ignore[assignment]
+    """Ends a session: its key is refused from now on and its open requests are cancelled. Answers with what it recorded,
+    also when called again within its time to live.
+
+    Errors: NOT_FOUND/UNKNOWN_AGENT_SESSION.
+    """
     GetStatus: _aio.UnaryUnaryMultiCallable[_llm_proxy_pb2.LlmProxyServiceGetStatusRequest, _llm_proxy_pb2.LlmProxyServiceGetStatusResponse]  # type: ignore[assignment]
     """Queue, slots, versions and rates."""
 
@@ -126,7 +164,9 @@ class LlmProxyServiceServicer(metaclass=_abc_1.ABCMeta):
         """Generates once. Cancelling the call frees its slot. A retry with the same request_id joins the first.
 
         Errors: INVALID_ARGUMENT (prompt over the context, token out of range, bad sampling),
-        FAILED_PRECONDITION/VERSION_UNAVAILABLE (exact_version is gone; metadata names the served one).
+        FAILED_PRECONDITION/VERSION_UNAVAILABLE (exact_version is gone; metadata names the served one),
+        UNAVAILABLE/VERSION_NOT_SERVED (min_version or exact_version did not come in time; metadata names the served one),
+        RESOURCE_EXHAUSTED/QUOTA_EXCEEDED (the tenant has too many requests open; back off).
         While no engine serves, requests wait until their deadline.
         """
 
@@ -162,7 +202,7 @@ class LlmProxyServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _llm_proxy_pb2.DetachEngineRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_llm_proxy_pb2.DetachEngineResponse, _abc.Awaitable[_llm_proxy_pb2.DetachEngineResponse]]:
-        """Removes an engine; its requests continue elsewhere.
+        """Removes an engine. Its requests continue elsewhere or, in a drain, finish there first.
 
         Errors: NOT_FOUND/UNKNOWN_ENGINE.
         """
@@ -205,6 +245,41 @@ class LlmProxyServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_llm_proxy_pb2.AbortWeightUpdateResponse, _abc.Awaitable[_llm_proxy_pb2.AbortWeightUpdateResponse]]:
         """For people and their tools: forgets a staged version. The old one keeps serving. The trainer just begins anew."""
+
+    @_abc_1.abstractmethod
+    def OpenSession(
+        self,
+        request: _llm_proxy_pb2.OpenSessionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_llm_proxy_pb2.OpenSessionResponse, _abc.Awaitable[_llm_proxy_pb2.OpenSessionResponse]]:
+        """Opens a session for an agent that speaks OpenAI's or Anthropic's HTTP: what it generates is recorded token by token.
+        Idempotent by session_id.
+
+        Errors: FAILED_PRECONDITION/HTTP_DISABLED (this llm_proxy serves no HTTP).
+        """
+
+    @_abc_1.abstractmethod
+    def GetSession(
+        self,
+        request: _llm_proxy_pb2.GetSessionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_llm_proxy_pb2.GetSessionResponse, _abc.Awaitable[_llm_proxy_pb2.GetSessionResponse]]:
+        """What a session recorded so far.
+
+        Errors: NOT_FOUND/UNKNOWN_AGENT_SESSION (never opened, expired, or lost with a restart).
+        """
+
+    @_abc_1.abstractmethod
+    def CloseSession(
+        self,
+        request: _llm_proxy_pb2.CloseSessionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_llm_proxy_pb2.CloseSessionResponse, _abc.Awaitable[_llm_proxy_pb2.CloseSessionResponse]]:
+        """Ends a session: its key is refused from now on and its open requests are cancelled. Answers with what it recorded,
+        also when called again within its time to live.
+
+        Errors: NOT_FOUND/UNKNOWN_AGENT_SESSION.
+        """
 
     @_abc_1.abstractmethod
     def GetStatus(

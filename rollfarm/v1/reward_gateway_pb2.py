@@ -22,10 +22,11 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from rollfarm.v1 import trajectory_pb2 as rollfarm_dot_v1_dot_trajectory__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n rollfarm/v1/reward_gateway.proto\x12\x0brollfarm.v1\x1a\x1crollfarm/v1/trajectory.proto\"\xfc\x01\n\rScoredEpisode\x12\x1f\n\x04task\x18\x01 \x01(\x0b\x32\x11.rollfarm.v1.Task\x12&\n\x05turns\x18\x02 \x03(\x0b\x32\x17.rollfarm.v1.ScoredTurn\x12\x11\n\treference\x18\x03 \x01(\t\x12\x38\n\x07metrics\x18\x04 \x03(\x0b\x32\'.rollfarm.v1.ScoredEpisode.MetricsEntry\x12%\n\x07outcome\x18\x05 \x01(\x0e\x32\x14.rollfarm.v1.Outcome\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"i\n\nScoredTurn\x12#\n\x06\x61uthor\x18\x01 \x01(\x0e\x32\x13.rollfarm.v1.Author\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x18\n\x0bstep_reward\x18\x03 \x01(\x01H\x00\x88\x01\x01\x42\x0e\n\x0c_step_reward\";\n\x0cScoreRequest\x12+\n\x07\x65pisode\x18\x01 \x01(\x0b\x32\x1a.rollfarm.v1.ScoredEpisode\"G\n\rScoreResponse\x12\x0e\n\x06reward\x18\x01 \x01(\x01\x12&\n\x05parts\x18\x02 \x03(\x0b\x32\x17.rollfarm.v1.RewardPart\"X\n\x19RewardServiceScoreRequest\x12+\n\x07\x65pisode\x18\x01 \x01(\x0b\x32\x1a.rollfarm.v1.ScoredEpisode\x12\x0e\n\x06reward\x18\x02 \x01(\t\";\n\x1aRewardServiceScoreResponse\x12\r\n\x05value\x18\x01 \x01(\x01\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t2V\n\x14RewardGatewayService\x12>\n\x05Score\x12\x19.rollfarm.v1.ScoreRequest\x1a\x1a.rollfarm.v1.ScoreResponse2i\n\rRewardService\x12X\n\x05Score\x12&.rollfarm.v1.RewardServiceScoreRequest\x1a\'.rollfarm.v1.RewardServiceScoreResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n rollfarm/v1/reward_gateway.proto\x12\x0brollfarm.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1crollfarm/v1/trajectory.proto\"\xfc\x01\n\rScoredEpisode\x12\x1f\n\x04task\x18\x01 \x01(\x0b\x32\x11.rollfarm.v1.Task\x12&\n\x05turns\x18\x02 \x03(\x0b\x32\x17.rollfarm.v1.ScoredTurn\x12\x11\n\treference\x18\x03 \x01(\t\x12\x38\n\x07metrics\x18\x04 \x03(\x0b\x32\'.rollfarm.v1.ScoredEpisode.MetricsEntry\x12%\n\x07outcome\x18\x05 \x01(\x0e\x32\x14.rollfarm.v1.Outcome\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"q\n\x0cScoreRequest\x12+\n\x07\x65pisode\x18\x01 \x01(\x0b\x32\x1a.rollfarm.v1.ScoredEpisode\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\x0e\n\x06member\x18\x03 \x01(\x05\x12\x12\n\ngroup_size\x18\x04 \x01(\x05\"G\n\rScoreResponse\x12\x0e\n\x06reward\x18\x01 \x01(\x01\x12&\n\x05parts\x18\x02 \x03(\x0b\x32\x17.rollfarm.v1.RewardPart\"X\n\x19RewardServiceScoreRequest\x12+\n\x07\x65pisode\x18\x01 \x01(\x0b\x32\x1a.rollfarm.v1.ScoredEpisode\x12\x0e\n\x06reward\x18\x02 \x01(\t\";\n\x1aRewardServiceScoreResponse\x12\r\n\x05value\x18\x01 \x01(\x01\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\"Q\n\x11ScoreGroupRequest\x12,\n\x08\x65pisodes\x18\x01 \x03(\x0b\x32\x1a.rollfarm.v1.ScoredEpisode\x12\x0e\n\x06reward\x18\x02 \x01(\t\"O\n\x12ScoreGroupResponse\x12\x39\n\x08verdicts\x18\x01 \x03(\x0b\x32\'.rollfarm.v1.RewardServiceScoreResponse\"&\n$RewardGatewayServiceGetStatusRequest\"\x85\x01\n%RewardGatewayServiceGetStatusResponse\x12*\n\x07\x64omains\x18\x01 \x03(\x0b\x32\x19.rollfarm.v1.DomainStatus\x12\x30\n\rsandbox_level\x18\x02 \x01(\x0e\x32\x19.rollfarm.v1.SandboxLevel\"x\n\x0c\x44omainStatus\x12\x0e\n\x06\x64omain\x18\x01 \x01(\t\x12\x15\n\rrunning_count\x18\x02 \x01(\x05\x12\x15\n\rwaiting_count\x18\x03 \x01(\x05\x12*\n\x07rewards\x18\x04 \x03(\x0b\x32\x19.rollfarm.v1.RewardStatus\"\xa3\x01\n\x0cRewardStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0cscored_count\x18\x02 \x01(\x03\x12\x14\n\x0c\x63\x61\x63hed_count\x18\x03 \x01(\x03\x12\x14\n\x0c\x66\x61iled_count\x18\x04 \x01(\x03\x12\x33\n\x10timeout_duration\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0e\n\x06\x64\x65tail\x18\x06 \x01(\t2\xca\x01\n\x14RewardGatewayService\x12>\n\x05Score\x12\x19.rollfarm.v1.ScoreRequest\x1a\x1a.rollfarm.v1.ScoreResponse\x12r\n\tGetStatus\x12\x31.rollfarm.v1.RewardGatewayServiceGetStatusRequest\x1a\x32.rollfarm.v1.RewardGatewayServiceGetStatusResponse2\xb8\x01\n\rRewardService\x12X\n\x05Score\x12&.rollfarm.v1.RewardServiceScoreRequest\x1a\'.rollfarm.v1.RewardServiceScoreResponse\x12M\n\nScoreGroup\x12\x1e.rollfarm.v1.ScoreGroupRequest\x1a\x1f.rollfarm.v1.ScoreGroupResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,22 +35,32 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SCOREDEPISODE_METRICSENTRY']._loaded_options = None
   _globals['_SCOREDEPISODE_METRICSENTRY']._serialized_options = b'8\001'
-  _globals['_SCOREDEPISODE']._serialized_start=80
-  _globals['_SCOREDEPISODE']._serialized_end=332
-  _globals['_SCOREDEPISODE_METRICSENTRY']._serialized_start=286
-  _globals['_SCOREDEPISODE_METRICSENTRY']._serialized_end=332
-  _globals['_SCOREDTURN']._serialized_start=334
-  _globals['_SCOREDTURN']._serialized_end=439
-  _globals['_SCOREREQUEST']._serialized_start=441
-  _globals['_SCOREREQUEST']._serialized_end=500
-  _globals['_SCORERESPONSE']._serialized_start=502
-  _globals['_SCORERESPONSE']._serialized_end=573
-  _globals['_REWARDSERVICESCOREREQUEST']._serialized_start=575
-  _globals['_REWARDSERVICESCOREREQUEST']._serialized_end=663
-  _globals['_REWARDSERVICESCORERESPONSE']._serialized_start=665
-  _globals['_REWARDSERVICESCORERESPONSE']._serialized_end=724
-  _globals['_REWARDGATEWAYSERVICE']._serialized_start=726
-  _globals['_REWARDGATEWAYSERVICE']._serialized_end=812
-  _globals['_REWARDSERVICE']._serialized_start=814
-  _globals['_REWARDSERVICE']._serialized_end=919
+  _globals['_SCOREDEPISODE']._serialized_start=112
+  _globals['_SCOREDEPISODE']._serialized_end=364
+  _globals['_SCOREDEPISODE_METRICSENTRY']._serialized_start=318
+  _globals['_SCOREDEPISODE_METRICSENTRY']._serialized_end=364
+  _globals['_SCOREREQUEST']._serialized_start=366
+  _globals['_SCOREREQUEST']._serialized_end=479
+  _globals['_SCORERESPONSE']._serialized_start=481
+  _globals['_SCORERESPONSE']._serialized_end=552
+  _globals['_REWARDSERVICESCOREREQUEST']._serialized_start=554
+  _globals['_REWARDSERVICESCOREREQUEST']._serialized_end=642
+  _globals['_REWARDSERVICESCORERESPONSE']._serialized_start=644
+  _globals['_REWARDSERVICESCORERESPONSE']._serialized_end=703
+  _globals['_SCOREGROUPREQUEST']._serialized_start=705
+  _globals['_SCOREGROUPREQUEST']._serialized_end=786
+  _globals['_SCOREGROUPRESPONSE']._serialized_start=788
+  _globals['_SCOREGROUPRESPONSE']._serialized_end=867
+  _globals['_REWARDGATEWAYSERVICEGETSTATUSREQUEST']._serialized_start=869
+  _globals['_REWARDGATEWAYSERVICEGETSTATUSREQUEST']._serialized_end=907
+  _globals['_REWARDGATEWAYSERVICEGETSTATUSRESPONSE']._serialized_start=910
+  _globals['_REWARDGATEWAYSERVICEGETSTATUSRESPONSE']._serialized_end=1043
+  _globals['_DOMAINSTATUS']._serialized_start=1045
+  _globals['_DOMAINSTATUS']._serialized_end=1165
+  _globals['_REWARDSTATUS']._serialized_start=1168
+  _globals['_REWARDSTATUS']._serialized_end=1331
+  _globals['_REWARDGATEWAYSERVICE']._serialized_start=1334
+  _globals['_REWARDGATEWAYSERVICE']._serialized_end=1536
+  _globals['_REWARDSERVICE']._serialized_start=1539
+  _globals['_REWARDSERVICE']._serialized_end=1723
 # @@protoc_insertion_point(module_scope)

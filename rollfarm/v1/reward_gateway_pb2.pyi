@@ -5,6 +5,7 @@ reward_gateway: scores finished episodes, routed by domain."""
 
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
+from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from rollfarm.v1 import trajectory_pb2 as _trajectory_pb2
@@ -59,7 +60,7 @@ class ScoredEpisode(_message.Message):
         """What was to be done."""
 
     @_builtins.property
-    def turns(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScoredTurn]:
+    def turns(self) -> _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.ScoredTurn]:
         """The conversation as text, in order."""
 
     @_builtins.property
@@ -70,7 +71,7 @@ class ScoredEpisode(_message.Message):
         self,
         *,
         task: _trajectory_pb2.Task | None = ...,
-        turns: _abc.Iterable[Global___ScoredTurn] | None = ...,
+        turns: _abc.Iterable[_trajectory_pb2.ScoredTurn] | None = ...,
         reference: _builtins.str = ...,
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         outcome: _trajectory_pb2.Outcome.ValueType = ...,
@@ -84,44 +85,21 @@ class ScoredEpisode(_message.Message):
 Global___ScoredEpisode: _TypeAlias = ScoredEpisode  # noqa: Y015
 
 @_typing.final
-class ScoredTurn(_message.Message):
-    """One turn as text."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    AUTHOR_FIELD_NUMBER: _builtins.int
-    TEXT_FIELD_NUMBER: _builtins.int
-    STEP_REWARD_FIELD_NUMBER: _builtins.int
-    author: _trajectory_pb2.Author.ValueType
-    """Who wrote it."""
-    text: _builtins.str
-    """What."""
-    step_reward: _builtins.float
-    """What the environment paid for it."""
-    def __init__(
-        self,
-        *,
-        author: _trajectory_pb2.Author.ValueType = ...,
-        text: _builtins.str = ...,
-        step_reward: _builtins.float | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_step_reward", b"_step_reward", "step_reward", b"step_reward"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step_reward", b"_step_reward", "author", b"author", "step_reward", b"step_reward", "text", b"text"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__step_reward: _TypeAlias = _typing.Literal["step_reward"]  # noqa: Y015
-    _WhichOneofArgType__step_reward: _TypeAlias = _typing.Literal["_step_reward", b"_step_reward"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__step_reward) -> _WhichOneofReturnType__step_reward | None: ...
-
-Global___ScoredTurn: _TypeAlias = ScoredTurn  # noqa: Y015
-
-@_typing.final
 class ScoreRequest(_message.Message):
     """Asks for a score."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     EPISODE_FIELD_NUMBER: _builtins.int
+    GROUP_ID_FIELD_NUMBER: _builtins.int
+    MEMBER_FIELD_NUMBER: _builtins.int
+    GROUP_SIZE_FIELD_NUMBER: _builtins.int
+    group_id: _builtins.str
+    """Siblings share it; empty where there are none."""
+    member: _builtins.int
+    """Position in the group, from 0."""
+    group_size: _builtins.int
+    """Members that are compared with each other."""
     @_builtins.property
     def episode(self) -> Global___ScoredEpisode:
         """The episode."""
@@ -130,10 +108,13 @@ class ScoreRequest(_message.Message):
         self,
         *,
         episode: Global___ScoredEpisode | None = ...,
+        group_id: _builtins.str = ...,
+        member: _builtins.int = ...,
+        group_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["episode", b"episode"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["episode", b"episode"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["episode", b"episode", "group_id", b"group_id", "group_size", b"group_size", "member", b"member"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -220,3 +201,180 @@ class RewardServiceScoreResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RewardServiceScoreResponse: _TypeAlias = RewardServiceScoreResponse  # noqa: Y015
+
+@_typing.final
+class ScoreGroupRequest(_message.Message):
+    """Asks an external scorer to compare."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPISODES_FIELD_NUMBER: _builtins.int
+    REWARD_FIELD_NUMBER: _builtins.int
+    reward: _builtins.str
+    """The reward's name in reward_gateway's configuration."""
+    @_builtins.property
+    def episodes(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScoredEpisode]:
+        """At least two, of one task."""
+
+    def __init__(
+        self,
+        *,
+        episodes: _abc.Iterable[Global___ScoredEpisode] | None = ...,
+        reward: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["episodes", b"episodes", "reward", b"reward"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScoreGroupRequest: _TypeAlias = ScoreGroupRequest  # noqa: Y015
+
+@_typing.final
+class ScoreGroupResponse(_message.Message):
+    """An external scorer's verdicts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERDICTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def verdicts(self) -> _containers.RepeatedCompositeFieldContainer[Global___RewardServiceScoreResponse]:
+        """One for each episode, in the order of the request."""
+
+    def __init__(
+        self,
+        *,
+        verdicts: _abc.Iterable[Global___RewardServiceScoreResponse] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["verdicts", b"verdicts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScoreGroupResponse: _TypeAlias = ScoreGroupResponse  # noqa: Y015
+
+@_typing.final
+class RewardGatewayServiceGetStatusRequest(_message.Message):
+    """Asks how reward_gateway fares."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RewardGatewayServiceGetStatusRequest: _TypeAlias = RewardGatewayServiceGetStatusRequest  # noqa: Y015
+
+@_typing.final
+class RewardGatewayServiceGetStatusResponse(_message.Message):
+    """How reward_gateway fares."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DOMAINS_FIELD_NUMBER: _builtins.int
+    SANDBOX_LEVEL_FIELD_NUMBER: _builtins.int
+    sandbox_level: _trajectory_pb2.SandboxLevel.ValueType
+    """What model-written code is run under; unspecified where no reward runs any."""
+    @_builtins.property
+    def domains(self) -> _containers.RepeatedCompositeFieldContainer[Global___DomainStatus]:
+        """Every domain, by name."""
+
+    def __init__(
+        self,
+        *,
+        domains: _abc.Iterable[Global___DomainStatus] | None = ...,
+        sandbox_level: _trajectory_pb2.SandboxLevel.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["domains", b"domains", "sandbox_level", b"sandbox_level"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RewardGatewayServiceGetStatusResponse: _TypeAlias = RewardGatewayServiceGetStatusResponse  # noqa: Y015
+
+@_typing.final
+class DomainStatus(_message.Message):
+    """How one domain is scored."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DOMAIN_FIELD_NUMBER: _builtins.int
+    RUNNING_COUNT_FIELD_NUMBER: _builtins.int
+    WAITING_COUNT_FIELD_NUMBER: _builtins.int
+    REWARDS_FIELD_NUMBER: _builtins.int
+    domain: _builtins.str
+    """The domain."""
+    running_count: _builtins.int
+    """Episodes that are being scored."""
+    waiting_count: _builtins.int
+    """Episodes that wait, because the domain is scored as often at once as it may be."""
+    @_builtins.property
+    def rewards(self) -> _containers.RepeatedCompositeFieldContainer[Global___RewardStatus]:
+        """Its rewards."""
+
+    def __init__(
+        self,
+        *,
+        domain: _builtins.str = ...,
+        running_count: _builtins.int = ...,
+        waiting_count: _builtins.int = ...,
+        rewards: _abc.Iterable[Global___RewardStatus] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["domain", b"domain", "rewards", b"rewards", "running_count", b"running_count", "waiting_count", b"waiting_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DomainStatus: _TypeAlias = DomainStatus  # noqa: Y015
+
+@_typing.final
+class RewardStatus(_message.Message):
+    """How one reward fares."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    SCORED_COUNT_FIELD_NUMBER: _builtins.int
+    CACHED_COUNT_FIELD_NUMBER: _builtins.int
+    FAILED_COUNT_FIELD_NUMBER: _builtins.int
+    TIMEOUT_DURATION_FIELD_NUMBER: _builtins.int
+    DETAIL_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """The reward."""
+    scored_count: _builtins.int
+    """Values that it gave."""
+    cached_count: _builtins.int
+    """Values that were remembered instead."""
+    failed_count: _builtins.int
+    """Values that it failed to give."""
+    detail: _builtins.str
+    """The latest failure's cause, in words."""
+    @_builtins.property
+    def timeout_duration(self) -> _duration_pb2.Duration:
+        """How long it may take now."""
+
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        scored_count: _builtins.int = ...,
+        cached_count: _builtins.int = ...,
+        failed_count: _builtins.int = ...,
+        timeout_duration: _duration_pb2.Duration | None = ...,
+        detail: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["timeout_duration", b"timeout_duration"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_count", b"cached_count", "detail", b"detail", "failed_count", b"failed_count", "name", b"name", "scored_count", b"scored_count", "timeout_duration", b"timeout_duration"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RewardStatus: _TypeAlias = RewardStatus  # noqa: Y015

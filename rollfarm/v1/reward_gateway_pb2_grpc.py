@@ -40,6 +40,11 @@ class RewardGatewayServiceStub(object):
                 request_serializer=rollfarm_dot_v1_dot_reward__gateway__pb2.ScoreRequest.SerializeToString,
                 response_deserializer=rollfarm_dot_v1_dot_reward__gateway__pb2.ScoreResponse.FromString,
                 _registered_method=True)
+        self.GetStatus = channel.unary_unary(
+                '/rollfarm.v1.RewardGatewayService/GetStatus',
+                request_serializer=rollfarm_dot_v1_dot_reward__gateway__pb2.RewardGatewayServiceGetStatusRequest.SerializeToString,
+                response_deserializer=rollfarm_dot_v1_dot_reward__gateway__pb2.RewardGatewayServiceGetStatusResponse.FromString,
+                _registered_method=True)
 
 
 class RewardGatewayServiceServicer(object):
@@ -51,6 +56,16 @@ class RewardGatewayServiceServicer(object):
 
         Errors: NOT_FOUND/UNKNOWN_DOMAIN (no reward is configured for it; the message lists the known ones),
         INTERNAL/REWARD_FAILED (a reward raised, hung or gave a value that is not a finite number: never 0).
+
+        Where the domain has a reward that compares a group, the answer comes when group_size members were sent; a member
+        that is sent again, under the same number, replaces itself.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetStatus(self, request, context):
+        """Which domains are scored, and how well.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -63,6 +78,11 @@ def add_RewardGatewayServiceServicer_to_server(servicer, server):
                     servicer.Score,
                     request_deserializer=rollfarm_dot_v1_dot_reward__gateway__pb2.ScoreRequest.FromString,
                     response_serializer=rollfarm_dot_v1_dot_reward__gateway__pb2.ScoreResponse.SerializeToString,
+            ),
+            'GetStatus': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetStatus,
+                    request_deserializer=rollfarm_dot_v1_dot_reward__gateway__pb2.RewardGatewayServiceGetStatusRequest.FromString,
+                    response_serializer=rollfarm_dot_v1_dot_reward__gateway__pb2.RewardGatewayServiceGetStatusResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -103,6 +123,33 @@ class RewardGatewayService(object):
             metadata,
             _registered_method=True)
 
+    @staticmethod
+    def GetStatus(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollfarm.v1.RewardGatewayService/GetStatus',
+            rollfarm_dot_v1_dot_reward__gateway__pb2.RewardGatewayServiceGetStatusRequest.SerializeToString,
+            rollfarm_dot_v1_dot_reward__gateway__pb2.RewardGatewayServiceGetStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
 
 class RewardServiceStub(object):
     """Implemented by external scorers, in any language. Called by reward_gateway.
@@ -119,6 +166,11 @@ class RewardServiceStub(object):
                 request_serializer=rollfarm_dot_v1_dot_reward__gateway__pb2.RewardServiceScoreRequest.SerializeToString,
                 response_deserializer=rollfarm_dot_v1_dot_reward__gateway__pb2.RewardServiceScoreResponse.FromString,
                 _registered_method=True)
+        self.ScoreGroup = channel.unary_unary(
+                '/rollfarm.v1.RewardService/ScoreGroup',
+                request_serializer=rollfarm_dot_v1_dot_reward__gateway__pb2.ScoreGroupRequest.SerializeToString,
+                response_deserializer=rollfarm_dot_v1_dot_reward__gateway__pb2.ScoreGroupResponse.FromString,
+                _registered_method=True)
 
 
 class RewardServiceServicer(object):
@@ -132,6 +184,13 @@ class RewardServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ScoreGroup(self, request, context):
+        """Scores the members of one group beside each other. Only for rewards that compare; others leave it out.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RewardServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -139,6 +198,11 @@ def add_RewardServiceServicer_to_server(servicer, server):
                     servicer.Score,
                     request_deserializer=rollfarm_dot_v1_dot_reward__gateway__pb2.RewardServiceScoreRequest.FromString,
                     response_serializer=rollfarm_dot_v1_dot_reward__gateway__pb2.RewardServiceScoreResponse.SerializeToString,
+            ),
+            'ScoreGroup': grpc.unary_unary_rpc_method_handler(
+                    servicer.ScoreGroup,
+                    request_deserializer=rollfarm_dot_v1_dot_reward__gateway__pb2.ScoreGroupRequest.FromString,
+                    response_serializer=rollfarm_dot_v1_dot_reward__gateway__pb2.ScoreGroupResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -169,6 +233,33 @@ class RewardService(object):
             '/rollfarm.v1.RewardService/Score',
             rollfarm_dot_v1_dot_reward__gateway__pb2.RewardServiceScoreRequest.SerializeToString,
             rollfarm_dot_v1_dot_reward__gateway__pb2.RewardServiceScoreResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ScoreGroup(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollfarm.v1.RewardService/ScoreGroup',
+            rollfarm_dot_v1_dot_reward__gateway__pb2.ScoreGroupRequest.SerializeToString,
+            rollfarm_dot_v1_dot_reward__gateway__pb2.ScoreGroupResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -38,7 +38,12 @@ class RewardGatewayServiceStub:
 
     Errors: NOT_FOUND/UNKNOWN_DOMAIN (no reward is configured for it; the message lists the known ones),
     INTERNAL/REWARD_FAILED (a reward raised, hung or gave a value that is not a finite number: never 0).
+
+    Where the domain has a reward that compares a group, the answer comes when group_size members were sent; a member
+    that is sent again, under the same number, replaces itself.
     """
+    GetStatus: _grpc.UnaryUnaryMultiCallable[_reward_gateway_pb2.RewardGatewayServiceGetStatusRequest, _reward_gateway_pb2.RewardGatewayServiceGetStatusResponse]
+    """Which domains are scored, and how well."""
 
 @_typing.type_check_only
 class RewardGatewayServiceAsyncStub(RewardGatewayServiceStub):
@@ -50,7 +55,12 @@ class RewardGatewayServiceAsyncStub(RewardGatewayServiceStub):
 
     Errors: NOT_FOUND/UNKNOWN_DOMAIN (no reward is configured for it; the message lists the known ones),
     INTERNAL/REWARD_FAILED (a reward raised, hung or gave a value that is not a finite number: never 0).
+
+    Where the domain has a reward that compares a group, the answer comes when group_size members were sent; a member
+    that is sent again, under the same number, replaces itself.
     """
+    GetStatus: _aio.UnaryUnaryMultiCallable[_reward_gateway_pb2.RewardGatewayServiceGetStatusRequest, _reward_gateway_pb2.RewardGatewayServiceGetStatusResponse]  # type: ignore[assignment]
+    """Which domains are scored, and how well."""
 
 class RewardGatewayServiceServicer(metaclass=_abc_1.ABCMeta):
     """Called by env_manager the moment an episode ends."""
@@ -65,7 +75,18 @@ class RewardGatewayServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Errors: NOT_FOUND/UNKNOWN_DOMAIN (no reward is configured for it; the message lists the known ones),
         INTERNAL/REWARD_FAILED (a reward raised, hung or gave a value that is not a finite number: never 0).
+
+        Where the domain has a reward that compares a group, the answer comes when group_size members were sent; a member
+        that is sent again, under the same number, replaces itself.
         """
+
+    @_abc_1.abstractmethod
+    def GetStatus(
+        self,
+        request: _reward_gateway_pb2.RewardGatewayServiceGetStatusRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_reward_gateway_pb2.RewardGatewayServiceGetStatusResponse, _abc.Awaitable[_reward_gateway_pb2.RewardGatewayServiceGetStatusResponse]]:
+        """Which domains are scored, and how well."""
 
 def add_RewardGatewayServiceServicer_to_server(servicer: RewardGatewayServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 
@@ -78,6 +99,8 @@ class RewardServiceStub:
     def __new__(cls, channel: _aio.Channel) -> RewardServiceAsyncStub: ...
     Score: _grpc.UnaryUnaryMultiCallable[_reward_gateway_pb2.RewardServiceScoreRequest, _reward_gateway_pb2.RewardServiceScoreResponse]
     """Scores one episode."""
+    ScoreGroup: _grpc.UnaryUnaryMultiCallable[_reward_gateway_pb2.ScoreGroupRequest, _reward_gateway_pb2.ScoreGroupResponse]
+    """Scores the members of one group beside each other. Only for rewards that compare; others leave it out."""
 
 @_typing.type_check_only
 class RewardServiceAsyncStub(RewardServiceStub):
@@ -86,6 +109,8 @@ class RewardServiceAsyncStub(RewardServiceStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Score: _aio.UnaryUnaryMultiCallable[_reward_gateway_pb2.RewardServiceScoreRequest, _reward_gateway_pb2.RewardServiceScoreResponse]  # type: ignore[assignment]
     """Scores one episode."""
+    ScoreGroup: _aio.UnaryUnaryMultiCallable[_reward_gateway_pb2.ScoreGroupRequest, _reward_gateway_pb2.ScoreGroupResponse]  # type: ignore[assignment]
+    """Scores the members of one group beside each other. Only for rewards that compare; others leave it out."""
 
 class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
     """Implemented by external scorers, in any language. Called by reward_gateway."""
@@ -97,5 +122,13 @@ class RewardServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_reward_gateway_pb2.RewardServiceScoreResponse, _abc.Awaitable[_reward_gateway_pb2.RewardServiceScoreResponse]]:
         """Scores one episode."""
+
+    @_abc_1.abstractmethod
+    def ScoreGroup(
+        self,
+        request: _reward_gateway_pb2.ScoreGroupRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_reward_gateway_pb2.ScoreGroupResponse, _abc.Awaitable[_reward_gateway_pb2.ScoreGroupResponse]]:
+        """Scores the members of one group beside each other. Only for rewards that compare; others leave it out."""
 
 def add_RewardServiceServicer_to_server(servicer: RewardServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -228,6 +228,7 @@ class Episode(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     VALIDATION_ID_FIELD_NUMBER: _builtins.int
     ATTEMPT_FIELD_NUMBER: _builtins.int
+    GROUP_SIZE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """The run that asks for it."""
     group_id: _builtins.str
@@ -240,6 +241,8 @@ class Episode(_message.Message):
     """Set for a validation episode."""
     attempt: _builtins.int
     """1 for the first attempt."""
+    group_size: _builtins.int
+    """Members that the group is complete with; at least 1."""
     @_builtins.property
     def task(self) -> _trajectory_pb2.Task:
         """What to do."""
@@ -259,10 +262,11 @@ class Episode(_message.Message):
         sampling: _trajectory_pb2.Sampling | None = ...,
         validation_id: _builtins.str = ...,
         attempt: _builtins.int = ...,
+        group_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "task", b"task"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "group_id", b"group_id", "member", b"member", "policy_version", b"policy_version", "run_id", b"run_id", "sampling", b"sampling", "task", b"task", "validation_id", b"validation_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "group_id", b"group_id", "group_size", b"group_size", "member", b"member", "policy_version", b"policy_version", "run_id", b"run_id", "sampling", b"sampling", "task", b"task", "validation_id", b"validation_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -462,6 +466,7 @@ class LeaseEpisodesRequest(_message.Message):
     WORKER_ID_FIELD_NUMBER: _builtins.int
     MAX_LEASES_FIELD_NUMBER: _builtins.int
     ENVIRONMENTS_FIELD_NUMBER: _builtins.int
+    EXCLUDED_ENVIRONMENTS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """UUID4."""
     worker_id: _builtins.str
@@ -472,6 +477,10 @@ class LeaseEpisodesRequest(_message.Message):
     def environments(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Environments that the worker can play; empty means any."""
 
+    @_builtins.property
+    def excluded_environments(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Environments that the worker does not want now, for example because they fail."""
+
     def __init__(
         self,
         *,
@@ -479,10 +488,11 @@ class LeaseEpisodesRequest(_message.Message):
         worker_id: _builtins.str = ...,
         max_leases: _builtins.int = ...,
         environments: _abc.Iterable[_builtins.str] | None = ...,
+        excluded_environments: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["environments", b"environments", "max_leases", b"max_leases", "request_id", b"request_id", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["environments", b"environments", "excluded_environments", b"excluded_environments", "max_leases", b"max_leases", "request_id", b"request_id", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -520,21 +530,27 @@ class HeartbeatRequest(_message.Message):
 
     WORKER_ID_FIELD_NUMBER: _builtins.int
     LEASE_IDS_FIELD_NUMBER: _builtins.int
+    WAIT_DURATION_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """The env_manager that holds them."""
     @_builtins.property
     def lease_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Every lease that it still plays."""
 
+    @_builtins.property
+    def wait_duration(self) -> _duration_pb2.Duration:
+        """How long to wait for a cancellation; unset answers at once."""
+
     def __init__(
         self,
         *,
         worker_id: _builtins.str = ...,
         lease_ids: _abc.Iterable[_builtins.str] | None = ...,
+        wait_duration: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["wait_duration", b"wait_duration"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_ids", b"lease_ids", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_ids", b"lease_ids", "wait_duration", b"wait_duration", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

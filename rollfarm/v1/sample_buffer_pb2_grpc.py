@@ -139,7 +139,10 @@ class SampleBufferServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Heartbeat(self, request, context):
-        """Called by env_manager every third of a lease: extends the leases it still plays and learns which to cancel.
+        """Called by env_manager at least every third of a lease: extends the leases it still plays and learns which to cancel.
+
+        Long poll where wait_duration is set: answers as soon as a lease that it names is to be cancelled, or when that
+        time is over.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -51,7 +51,11 @@ class SampleBufferServiceStub:
     Long poll: answers as soon as there is work and otherwise, just before the deadline, with no leases.
     """
     Heartbeat: _grpc.UnaryUnaryMultiCallable[_sample_buffer_pb2.HeartbeatRequest, _sample_buffer_pb2.HeartbeatResponse]
-    """Called by env_manager every third of a lease: extends the leases it still plays and learns which to cancel."""
+    """Called by env_manager at least every third of a lease: extends the leases it still plays and learns which to cancel.
+
+    Long poll where wait_duration is set: answers as soon as a lease that it names is to be cancelled, or when that
+    time is over.
+    """
     CompleteEpisode: _grpc.UnaryUnaryMultiCallable[_sample_buffer_pb2.CompleteEpisodeRequest, _sample_buffer_pb2.CompleteEpisodeResponse]
     """Called by env_manager: hands in a finished, scored episode (OUTCOME_OK or OUTCOME_TRUNCATED).
 
@@ -138,7 +142,11 @@ class SampleBufferServiceAsyncStub(SampleBufferServiceStub):
     Long poll: answers as soon as there is work and otherwise, just before the deadline, with no leases.
     """
     Heartbeat: _aio.UnaryUnaryMultiCallable[_sample_buffer_pb2.HeartbeatRequest, _sample_buffer_pb2.HeartbeatResponse]  # type: ignore[assignment]
-    """Called by env_manager every third of a lease: extends the leases it still plays and learns which to cancel."""
+    """Called by env_manager at least every third of a lease: extends the leases it still plays and learns which to cancel.
+
+    Long poll where wait_duration is set: answers as soon as a lease that it names is to be cancelled, or when that
+    time is over.
+    """
     CompleteEpisode: _aio.UnaryUnaryMultiCallable[_sample_buffer_pb2.CompleteEpisodeRequest, _sample_buffer_pb2.CompleteEpisodeResponse]  # type: ignore[assignment]
     """Called by env_manager: hands in a finished, scored episode (OUTCOME_OK or OUTCOME_TRUNCATED).
 
@@ -240,7 +248,11 @@ class SampleBufferServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _sample_buffer_pb2.HeartbeatRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_sample_buffer_pb2.HeartbeatResponse, _abc.Awaitable[_sample_buffer_pb2.HeartbeatResponse]]:
-        """Called by env_manager every third of a lease: extends the leases it still plays and learns which to cancel."""
+        """Called by env_manager at least every third of a lease: extends the leases it still plays and learns which to cancel.
+
+        Long poll where wait_duration is set: answers as soon as a lease that it names is to be cancelled, or when that
+        time is over.
+        """
 
     @_abc_1.abstractmethod
     def CompleteEpisode(

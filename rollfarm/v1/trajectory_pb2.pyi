@@ -119,6 +119,36 @@ OUTCOME_CANCELLED: Outcome.ValueType  # 7
 """Nobody needs it any more: siblings completed the group, or the run moved on."""
 Global___Outcome: _TypeAlias = Outcome  # noqa: Y015
 
+class _SandboxLevel:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _SandboxLevelEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_SandboxLevel.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SANDBOX_LEVEL_UNSPECIFIED: _SandboxLevel.ValueType  # 0
+    SANDBOX_LEVEL_BUBBLEWRAP: _SandboxLevel.ValueType  # 1
+    """Namespaces of its own, made by bubblewrap."""
+    SANDBOX_LEVEL_LANDLOCK: _SandboxLevel.ValueType  # 2
+    """Landlock, seccomp and resource limits."""
+    SANDBOX_LEVEL_DOCKER: _SandboxLevel.ValueType  # 3
+    """A container of its own."""
+    SANDBOX_LEVEL_REFUSED: _SandboxLevel.ValueType  # 4
+    """None is to be had: model-written code is refused."""
+
+class SandboxLevel(_SandboxLevel, metaclass=_SandboxLevelEnumTypeWrapper):
+    """What keeps model-written code in. Values may be added; treat an unknown one as unspecified."""
+
+SANDBOX_LEVEL_UNSPECIFIED: SandboxLevel.ValueType  # 0
+SANDBOX_LEVEL_BUBBLEWRAP: SandboxLevel.ValueType  # 1
+"""Namespaces of its own, made by bubblewrap."""
+SANDBOX_LEVEL_LANDLOCK: SandboxLevel.ValueType  # 2
+"""Landlock, seccomp and resource limits."""
+SANDBOX_LEVEL_DOCKER: SandboxLevel.ValueType  # 3
+"""A container of its own."""
+SANDBOX_LEVEL_REFUSED: SandboxLevel.ValueType  # 4
+"""None is to be had: model-written code is refused."""
+Global___SandboxLevel: _TypeAlias = SandboxLevel  # noqa: Y015
+
 @_typing.final
 class Task(_message.Message):
     """What an episode has to do: one item of one domain. Siblings of a group share it exactly."""
@@ -317,6 +347,7 @@ class Turn(_message.Message):
     ENVIRONMENT_DURATION_FIELD_NUMBER: _builtins.int
     IMAGES_FIELD_NUMBER: _builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    BEGINS_SEGMENT_FIELD_NUMBER: _builtins.int
     author: Global___Author.ValueType
     """Who wrote the tokens. Only AUTHOR_POLICY tokens enter the loss."""
     token_ids: _builtins.bytes
@@ -335,6 +366,11 @@ class Turn(_message.Message):
     """The engine that generated the turn; the last one when it moved."""
     environment_id: _builtins.str
     """The environment process that answered the turn."""
+    begins_segment: _builtins.bool
+    """Whether the turn begins a new segment: the engines saw it and what follows without any of the turns before. It
+    then holds the whole prompt as it was rendered anew, and is not the policy's. The first turn begins a segment in
+    any case.
+    """
     @_builtins.property
     def version_spans(self) -> _containers.RepeatedCompositeFieldContainer[Global___VersionSpan]:
         """Versions of the tokens in order; token_counts sum to T. Empty unless the policy wrote the turn."""
@@ -376,10 +412,11 @@ class Turn(_message.Message):
         environment_duration: _duration_pb2.Duration | None = ...,
         images: _abc.Iterable[Global___ImagePart] | None = ...,
         top_logprobs: Global___TopLogprobs | None = ...,
+        begins_segment: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_step_reward", b"_step_reward", "environment_duration", b"environment_duration", "generate_duration", b"generate_duration", "queue_duration", b"queue_duration", "step_reward", b"step_reward", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step_reward", b"_step_reward", "author", b"author", "engine_id", b"engine_id", "environment_duration", b"environment_duration", "environment_id", b"environment_id", "finish_reason", b"finish_reason", "generate_duration", b"generate_duration", "images", b"images", "logprobs", b"logprobs", "queue_duration", b"queue_duration", "state_hash", b"state_hash", "step_reward", b"step_reward", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "version_spans", b"version_spans"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step_reward", b"_step_reward", "author", b"author", "begins_segment", b"begins_segment", "engine_id", b"engine_id", "environment_duration", b"environment_duration", "environment_id", b"environment_id", "finish_reason", b"finish_reason", "generate_duration", b"generate_duration", "images", b"images", "logprobs", b"logprobs", "queue_duration", b"queue_duration", "state_hash", b"state_hash", "step_reward", b"step_reward", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "version_spans", b"version_spans"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__step_reward: _TypeAlias = _typing.Literal["step_reward"]  # noqa: Y015
     _WhichOneofArgType__step_reward: _TypeAlias = _typing.Literal["_step_reward", b"_step_reward"]  # noqa: Y015
@@ -490,7 +527,7 @@ class Trajectory(_message.Message):
 
     @_builtins.property
     def turns(self) -> _containers.RepeatedCompositeFieldContainer[Global___Turn]:
-        """Concatenated, the turns are exactly the tokens that the engines saw."""
+        """Concatenated, the turns of each segment are exactly the tokens that the engines saw."""
 
     @_builtins.property
     def reward_parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___RewardPart]:
@@ -598,3 +635,35 @@ class Failure(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Failure: _TypeAlias = Failure  # noqa: Y015
+
+@_typing.final
+class ScoredTurn(_message.Message):
+    """One turn as text."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AUTHOR_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    STEP_REWARD_FIELD_NUMBER: _builtins.int
+    author: Global___Author.ValueType
+    """Who wrote it."""
+    text: _builtins.str
+    """What."""
+    step_reward: _builtins.float
+    """What the environment paid for it."""
+    def __init__(
+        self,
+        *,
+        author: Global___Author.ValueType = ...,
+        text: _builtins.str = ...,
+        step_reward: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_step_reward", b"_step_reward", "step_reward", b"step_reward"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step_reward", b"_step_reward", "author", b"author", "step_reward", b"step_reward", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__step_reward: _TypeAlias = _typing.Literal["step_reward"]  # noqa: Y015
+    _WhichOneofArgType__step_reward: _TypeAlias = _typing.Literal["_step_reward", b"_step_reward"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__step_reward) -> _WhichOneofReturnType__step_reward | None: ...
+
+Global___ScoredTurn: _TypeAlias = ScoredTurn  # noqa: Y015

@@ -11,17 +11,19 @@ from pathlib import Path
 import pytest
 
 from rollfarm.cli import COMMANDS
+from rollfarm.ports import is_free
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
 def taken() -> Iterator[int]:
-    """The base port of a farm whose trainer's port is taken."""
+    """The base port of a farm whose trainer's port is taken, below the ports that connections are given."""
+    base = next(base for base in range(20_000, 32_000, 100) if all(is_free(base + offset) for offset in range(20)))
     with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
+        listener.bind(("127.0.0.1", base + 5))
         listener.listen()
-        yield listener.getsockname()[1] - 5
+        yield base
 
 
 def rollfarm(
@@ -223,14 +225,23 @@ def test_doctor_names_a_torch_that_cannot_be_imported(farm_file: Path, tmp_path:
     assert "fail  engine " in shown.stdout
 
 
-def test_doctor_names_an_interpreter_without_vllm(farm_file: Path) -> None:
-    flags = "--engine.adapter", "vllm", "--engine.vllm.python", sys.executable
+@pytest.mark.parametrize("server", ["vllm", "sglang"])
+def test_doctor_names_an_interpreter_without_the_inference_server(farm_file: Path, server: str) -> None:
+    flags = "--engine.adapter", server, f"--engine.{server}.python", sys.executable
 
     shown = rollfarm("doctor", farm_file, "--up.base_port", 17700, *flags)
 
     assert shown.returncode == 1
-    assert "No package metadata was found for vllm" in shown.stdout
-    assert "make vllm" in shown.stdout
+    assert f"No package metadata was found for {server}" in shown.stdout
+    assert f"make {server}" in shown.stdout
+
+
+def test_doctor_needs_no_interpreter_where_a_vllm_is_attached(farm_file: Path) -> None:
+    attached = "--engine.adapter", "vllm", "--engine.vllm.url", "http://127.0.0.1:8000"
+
+    shown = rollfarm("doctor", farm_file, "--up.base_port", 17700, *attached, "--engine.vllm.python", "/nowhere")
+
+    assert "ok   engine        vLLM at http://127.0.0.1:8000" in shown.stdout
 
 
 def test_a_healthy_machine_passes_and_says_what_it_computes_with(farm_file: Path) -> None:

@@ -1,4 +1,4 @@
-"""Tiny models, and the engine hosts that the contract suite runs against: embedded ones here, vLLM as a process."""
+"""Tiny models, and the engine hosts that the contract suite runs against: embedded ones here, others as processes."""
 
 import os
 from collections.abc import AsyncIterator, Iterator
@@ -9,7 +9,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tests.engine.kit import CONTEXT, VOCABULARY, Host, connect, embedded_root, serve
-from tests.engine.process import ROOT, Process, vllm_flags
+from tests.engine.process import ROOT, Process, sglang_flags, vllm_flags
 
 torch.set_num_threads(1)
 
@@ -59,18 +59,36 @@ def vllm_address(tied_model: Path, vllm_python: Path) -> Iterator[str]:
         yield process.address()
 
 
+@pytest.fixture(scope="session")
+def sglang_python() -> Path:
+    python = Path(os.environ.get("ROLLFARM_SGLANG_PYTHON", ROOT / ".venv-sglang/bin/python"))
+    if not python.is_file():
+        pytest.skip(f"SGLang is not installed ({python}): run tools/install-sglang.sh, or set ROLLFARM_SGLANG_PYTHON")
+    return python
+
+
+@pytest.fixture(scope="session")
+def sglang_address(tied_model: Path, sglang_python: Path) -> Iterator[str]:
+    with Process(*sglang_flags(tied_model, sglang_python)) as process:
+        yield process.address()
+
+
 @pytest.fixture
 async def embedded(tied_model: Path) -> AsyncIterator[Host]:
     async with serve(embedded_root(tied_model)) as host:
         yield host
 
 
-@pytest.fixture(params=["embedded", pytest.param("vllm", marks=[pytest.mark.slow, pytest.mark.timeout(400)])])
+SERVER = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+
+@pytest.fixture(params=["embedded", pytest.param("vllm", marks=SERVER), pytest.param("sglang", marks=SERVER)])
 async def host(request: pytest.FixtureRequest, tied_model: Path) -> AsyncIterator[Host]:
     """An engine at some version of the test's model: its weights may be an earlier test's."""
     if request.param == "embedded":
         async with serve(embedded_root(tied_model)) as embedded:
             yield embedded
     else:
-        async with connect(request.getfixturevalue("vllm_address"), tied_model) as vllm:
-            yield vllm
+        address = request.getfixturevalue(f"{request.param}_address")
+        async with connect(address, tied_model) as server:
+            yield server

@@ -161,6 +161,13 @@ class Host:
     async def resume(self) -> None:
         await rpc.call(self.stub.Resume, engine_pb2.EngineServiceResumeRequest(), timeout=SECONDS)
 
+    async def sleep(self, *, discard_weights: bool = False) -> None:
+        request = engine_pb2.SleepRequest(discard_weights=discard_weights)
+        await rpc.call(self.stub.Sleep, request, timeout=SECONDS)
+
+    async def wake_up(self) -> None:
+        await rpc.call(self.stub.WakeUp, engine_pb2.WakeUpRequest(), timeout=SECONDS)
+
     async def cancel(self, ids: list[str]) -> None:
         request = engine_pb2.EngineServiceCancelRequest(request_ids=ids)
         await rpc.call(self.stub.Cancel, request, timeout=SECONDS)
@@ -259,8 +266,10 @@ class Sender:
             bucket_size_bytes=BUCKET_BYTES,
         )
 
-    def send(self, request: engine_pb2.StageWeightsRequest, tensors: dict[str, Tensor], *, most: int = 10**9) -> None:
-        for bucket in buckets.plan(request.tensors, request.bucket_size_bytes)[:most]:
+    def send(
+        self, request: engine_pb2.StageWeightsRequest, tensors: dict[str, Tensor], *, which: slice = slice(None)
+    ) -> None:
+        for bucket in buckets.plan(request.tensors, request.bucket_size_bytes)[which]:
             flat = torch.cat([tensors[slot.name].reshape(-1) for slot in bucket.slots])
             self.process_group.broadcast(flat, 0).wait()
 
@@ -277,7 +286,7 @@ class Sender:
     ) -> None:
         """Send the first bucket, then close every connection; await `staging`."""
         answer = asyncio.ensure_future(staging)
-        await in_thread(lambda: self.send(request, tensors, most=1))
+        await in_thread(lambda: self.send(request, tensors, which=slice(1)))
         self.process_group = None
         await answer
 

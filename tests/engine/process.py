@@ -1,6 +1,7 @@
 """An engine host as a process of its own."""
 
 import json
+import os
 import queue
 import signal
 import subprocess
@@ -23,20 +24,29 @@ def vllm_flags(model: Path, python: Path) -> list[str]:
     ]
 
 
-class Process:
-    """Started on entry, on a free port; told to end on exit."""
+def sglang_flags(model: Path, python: Path) -> list[str]:
+    return [
+        *("--model.path", str(model), "--engine.adapter", "sglang"),
+        *("--engine.sglang.python", str(python), "--engine.kv_cache", "64M", "--engine.sglang.start_seconds", "300"),
+    ]
 
-    def __init__(self, *flags: str) -> None:
+
+class Process:
+    """Started on entry, on a free port and in `folder`; told to end on exit."""
+
+    def __init__(self, *flags: str, folder: Path = ROOT) -> None:
         self.lines: list[str] = []
         """Its log so far."""
 
         self._flags = flags
+        self._folder = folder
         self._address: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def __enter__(self) -> "Process":
         self.process = subprocess.Popen(
             [*COMMAND, *self._flags, "--engine.listen.port", "0", "--engine.telemetry.log_format", "json"],
-            cwd=ROOT,
+            cwd=self._folder,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
             stderr=subprocess.PIPE,
             text=True,
         )

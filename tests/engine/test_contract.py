@@ -1,5 +1,6 @@
 """What every engine promises, through the real contract, against a plain forward of transformers."""
 
+import time
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,11 @@ from rollfarm.v1.trajectory_pb2 import FINISH_REASON_ABORT, FINISH_REASON_LENGTH
 from tests.engine.kit import CONTEXT, SECONDS, VOCABULARY, Answer, Host, Reference, Sender, other_weights, prompts
 
 LONG = 180
+MANY = 32
+"""Requests that run while weights change."""
+
+CANCEL_SECONDS = 0.1
+"""From Cancel to the last chunk of every request, when its slot is free."""
 
 
 async def known(host: Host, seed: int) -> Reference:
@@ -29,6 +35,22 @@ async def known(host: Host, seed: int) -> Reference:
 
 def assert_follows(reference: Reference, prompt: list[int], answer: Answer, *, of: slice = slice(None)) -> None:
     np.testing.assert_allclose(answer.logprobs[of], reference.chosen(prompt, answer.ids)[of], atol=1e-4)
+
+
+async def assert_greedy(host: Host, reference: Reference) -> None:
+    """New requests are answered by the version published last, and by nothing that was cached before it."""
+    asked = prompts(8, seed=9)
+    answers = await host.client.generate(asked, temperature=0)
+    assert [answer.ids for answer in answers] == [reference.greedy(prompt, 16) for prompt in asked]
+    assert {version for answer in answers for version in answer.versions} == {host.version}
+
+
+def assert_one_boundary(answer: Answer, old_version: int, new_version: int) -> int:
+    """Where the new weights began, within the answer."""
+    boundary = answer.versions.index(new_version)
+    assert boundary > 0
+    assert answer.versions == [old_version] * boundary + [new_version] * (LONG - boundary)
+    return boundary
 
 
 async def test_greedy_tokens_are_those_of_transformers(host: Host) -> None:
@@ -58,15 +80,19 @@ async def test_logprobs_are_of_the_distribution_that_was_sampled_from(host: Host
 
     answers = await host.client.generate(asked, temperature=0.7, top_k=20, top_p=0.8)
 
+    of_all = (await host.status()).adapter == "sglang"
     for prompt, answer in zip(asked, answers, strict=True):
-        expected = [truncated(row, 20, 0.8) for row in reference.logprobs(prompt, answer.ids, 0.7)]
+        expected = [truncated(row, 20, 0.8, of_all=of_all) for row in reference.logprobs(prompt, answer.ids, 0.7)]
         np.testing.assert_allclose(answer.logprobs, np.array(expected)[np.arange(16), answer.ids], atol=1e-4)
 
 
-def truncated(logp: np.ndarray, top_k: int, top_p: float) -> np.ndarray:
-    """The likeliest top_k, of these the fewest with a share of top_p, made to sum to one."""
+def truncated(logp: np.ndarray, top_k: int, top_p: float, *, of_all: bool) -> np.ndarray:
+    """The likeliest top_k, of these the fewest with a share of top_p, made to sum to one.
+
+    The share is of the top_k's probability; with `of_all`, as SGLang has it, of all tokens'.
+    """
     order = np.argsort(-logp)[:top_k]
-    probs = np.exp(logp[order]) / np.exp(logp[order]).sum()
+    probs = np.exp(logp[order]) / (1 if of_all else np.exp(logp[order]).sum())
     order = order[np.cumsum(probs) - probs < top_p]
     kept = np.full_like(logp, -np.inf)
     kept[order] = logp[order] - np.log(np.exp(logp[order]).sum())
@@ -134,6 +160,8 @@ async def test_a_wrong_request_fails_alone(
 
 
 async def test_the_same_seed_gives_the_same_tokens_and_another_gives_others(host: Host) -> None:
+    if (await host.status()).adapter == "sglang":
+        pytest.skip("SGLang honours seeds with --enable-deterministic-inference alone, which it has on a GPU alone")
     (prompt,) = prompts(1, seed=6)
 
     first, second, other = await host.client.generate([prompt] * 3, seeds=[7, 7, 8])
@@ -159,46 +187,40 @@ async def test_running_requests_go_on_under_new_weights(host: Host) -> None:
     old, old_version = await known(host, 7), host.version
     new_tensors = other_weights(host.model, 8)
     await host.stage(new_tensors)
-    asked = prompts(24, seed=8)
+    asked = prompts(MANY, seed=8)
     ids = await host.busy(asked, max_tokens=LONG)
 
     await host.apply(host.version, UPDATE_MODE_KEEP)
 
     new = Reference(host.model, new_tensors)
+    await assert_greedy(host, new)
     for prompt, answer in zip(asked, await host.client.finished(ids), strict=True):
-        boundary = answer.versions.index(host.version)
-        assert answer.versions == [old_version] * boundary + [host.version] * (LONG - boundary)
-        assert boundary > 0
+        boundary = assert_one_boundary(answer, old_version, host.version)
         assert_follows(old, prompt, answer, of=slice(0, boundary))
         assert_follows(new, prompt, answer, of=slice(boundary, None))
 
 
-async def test_greedy_output_after_an_update_is_that_of_the_new_weights(host: Host) -> None:
-    await known(host, 9)
-    reference = await known(host, 10)
-    asked = prompts(8, seed=9)
-
-    answers = await host.client.generate(asked, temperature=0)
-
-    assert [answer.ids for answer in answers] == [reference.greedy(prompt, 16) for prompt in asked]
-
-
 async def test_kept_caches_serve_only_those_that_ran(host: Host) -> None:
+    """Tokens after the boundary were sampled by the new weights over keys and values of the old ones.
+
+    So no forward under one version gives their log-probabilities: the trainer's own differ from those recorded here,
+    like any behaviour policy's, and its importance ratio is what corrects for it. Only spans before the boundary, and
+    requests that begin after it, agree with a plain forward.
+    """
     old, old_version = await known(host, 11), host.version
     new_tensors = other_weights(host.model, 12)
     await host.stage(new_tensors)
-    asked = prompts(8, seed=10, shortest=30)
-    sessions = [f"kept-{host.version}-{i}" for i in range(8)]
+    asked = prompts(MANY, seed=10, shortest=30)
+    sessions = [f"kept-{host.version}-{i}" for i in range(MANY)]
     ids = await host.busy(asked, sessions=sessions, max_tokens=LONG)
 
     await host.apply(host.version, UPDATE_MODE_KEEP_CACHE)
 
     new = Reference(host.model, new_tensors)
+    await assert_greedy(host, new)
     answers = await host.client.finished(ids)
     for prompt, answer in zip(asked, answers, strict=True):
-        boundary = answer.versions.index(host.version)
-        assert set(answer.versions[:boundary]) == {old_version}
-        assert set(answer.versions[boundary:]) == {host.version}
+        boundary = assert_one_boundary(answer, old_version, host.version)
         assert_follows(old, prompt, answer, of=slice(0, boundary))
     turns = [prompt + answer.ids for prompt, answer in zip(asked, answers, strict=True)]
     for turn, answer in zip(turns, await host.client.generate(turns, sessions=sessions), strict=True):
@@ -207,12 +229,14 @@ async def test_kept_caches_serve_only_those_that_ran(host: Host) -> None:
 
 async def test_running_requests_are_given_back_in_resume_mode(host: Host) -> None:
     old, old_version = await known(host, 13), host.version
-    await host.stage(other_weights(host.model, 14))
-    asked = prompts(16, seed=11)
+    new_tensors = other_weights(host.model, 14)
+    await host.stage(new_tensors)
+    asked = prompts(MANY, seed=11)
     ids = await host.busy(asked, max_tokens=LONG)
 
     await host.apply(host.version, UPDATE_MODE_RESUME)
 
+    await assert_greedy(host, Reference(host.model, new_tensors))
     for prompt, answer in zip(asked, await host.client.finished(ids), strict=True):
         assert answer.finish == FINISH_REASON_ABORT
         assert 0 < len(answer.ids) < LONG
@@ -222,28 +246,34 @@ async def test_running_requests_are_given_back_in_resume_mode(host: Host) -> Non
 
 async def test_running_requests_finish_under_the_old_weights_in_drain_mode(host: Host) -> None:
     old, old_version = await known(host, 15), host.version
-    await host.stage(other_weights(host.model, 16))
-    asked = prompts(16, seed=12)
+    new_tensors = other_weights(host.model, 16)
+    await host.stage(new_tensors)
+    asked = prompts(MANY, seed=12)
     ids = await host.busy(asked, max_tokens=LONG)
 
     await host.apply(host.version, UPDATE_MODE_DRAIN)
 
+    await assert_greedy(host, Reference(host.model, new_tensors))
     for prompt, answer in zip(asked, await host.client.finished(ids), strict=True):
         assert answer.versions == [old_version] * LONG
         assert_follows(old, prompt, answer)
-    (after,) = await host.client.generate([[1, 2]])
-    assert set(after.versions) == {host.version}
 
 
-async def test_cancelled_requests_answer_and_free_their_slots(host: Host) -> None:
-    ids = await host.busy(prompts(8, seed=13), max_tokens=LONG)
+async def test_cancelled_requests_answer_and_free_their_slots_within_100_ms(host: Host) -> None:
+    """A busy machine may hold up any one round; the best shows what the engine itself takes."""
+    seconds: list[float] = []
+    for _ in range(5):
+        ids = await host.busy(prompts(8, seed=13), max_tokens=LONG)
 
-    await host.cancel([*ids, "unknown"])
+        began = time.perf_counter()
+        await host.cancel([*ids, "unknown"])
+        answers = await host.client.finished(ids)
+        seconds.append(time.perf_counter() - began)
 
-    for answer in await host.client.finished(ids):
-        assert answer.finish == FINISH_REASON_ABORT
-        assert len(answer.ids) < LONG
-    await host.until(lambda status: status.running_count == 0)
+        assert {answer.finish for answer in answers} == {FINISH_REASON_ABORT}
+        assert all(len(answer.ids) < LONG for answer in answers)
+        await host.until(lambda status: status.running_count == 0)
+    assert min(seconds) < CANCEL_SECONDS
 
 
 async def test_requests_end_with_their_stream(host: Host) -> None:
@@ -371,5 +401,6 @@ async def test_the_status_says_what_the_engine_is(host: Host) -> None:
     status = await host.status()
 
     assert status.instance_id
-    assert status.adapter in ("embedded", "vllm")
+    assert status.adapter in ("embedded", "vllm", "sglang")
+    assert bool(status.server_version) == (status.adapter != "embedded")
     assert (status.slot_count, status.context_token_count, status.vocabulary_size) == (64, CONTEXT, VOCABULARY)

@@ -1,11 +1,12 @@
-"""The embedded engine alone: architectures, prompts in pieces, and weights that break."""
+"""The embedded engine alone: architectures, prompts in pieces, weights that break, and sleep."""
 
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from transformers import (
@@ -19,6 +20,8 @@ from transformers import (
     MistralConfig,
     MistralForCausalLM,
     PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
 )
 
 from llm_proxy.engine import adapters
@@ -28,6 +31,7 @@ from llm_proxy.engine.requests import Request
 from llm_proxy.engine.runner import Runner
 from llm_proxy.engine.server import Context, EngineServicer
 from rollfarm.config import ConfigError
+from rollfarm.errors import WeightsNotStaged
 from rollfarm.tokens import pack_ids
 from rollfarm.v1 import engine_pb2, trajectory_pb2
 from tests.engine.kit import Host, Reference, embedded_root, other_weights, prompts, serve
@@ -149,6 +153,82 @@ async def test_weights_that_are_not_finite_fail_requests_and_leave_nothing_behin
     reference = Reference(embedded.model, good)
     for prompt, answer in zip(prompts(4), answers, strict=True):
         np.testing.assert_allclose(answer.logprobs, reference.chosen(prompt, answer.ids), atol=1e-4)
+
+
+async def test_a_sleeping_engine_gives_requests_back_lets_later_ones_wait_and_goes_on_awake(embedded: Host) -> None:
+    asked = prompts(4)
+    reference = Reference(embedded.model)
+    sessions = [f"session-{i}" for i in range(4)]
+    ids = await embedded.busy(asked, max_tokens=180, sessions=sessions)
+
+    await embedded.sleep()
+    await embedded.sleep()
+    asleep = await embedded.status()
+    late = await embedded.client.send(asked, temperature=0, sessions=sessions)
+    await embedded.until(lambda status: status.waiting_count == 4)
+    await embedded.wake_up()
+    await embedded.wake_up()
+
+    for prompt, answer in zip(asked, await embedded.client.finished(ids), strict=True):
+        assert answer.finish == trajectory_pb2.FINISH_REASON_ABORT
+        np.testing.assert_allclose(answer.logprobs, reference.chosen(prompt, answer.ids), atol=1e-4)
+    assert (asleep.sleeping, asleep.running_count, asleep.kv_cache_usage) == (True, 0, 0)
+    answers = await embedded.client.finished(late)
+    assert [answer.ids for answer in answers] == [reference.greedy(prompt, 16) for prompt in asked]
+    assert not (await embedded.status()).sleeping
+
+
+@pytest.mark.parametrize("applied_asleep", [True, False])
+async def test_without_weights_nothing_is_generated_until_a_version_is_applied(
+    embedded: Host, applied_asleep: bool
+) -> None:
+    await embedded.publish(other_weights(embedded.model, 4))
+    tensors = other_weights(embedded.model, 5)
+
+    await embedded.sleep()
+    await embedded.sleep(discard_weights=True)
+    ids = await embedded.client.send([[1, 2, 3]], temperature=0)
+    with pytest.raises(WeightsNotStaged):
+        await embedded.apply(embedded.version)
+    if applied_asleep:
+        await embedded.publish(tensors)
+        waiting = await embedded.status()
+        await embedded.wake_up()
+    else:
+        await embedded.wake_up()
+        waiting = await embedded.status()
+        await embedded.publish(tensors)
+
+    assert (waiting.sleeping, waiting.generated_token_count) == (True, 0)
+    (answer,) = await embedded.client.finished(ids)
+    assert answer.ids == Reference(embedded.model, tensors).greedy([1, 2, 3], 16)
+    assert set(answer.versions) == {embedded.version}
+    assert not (await embedded.status()).sleeping
+
+
+async def test_sleep_gives_its_memory_back_to_the_system(tmp_path: Path) -> None:
+    cache_bytes, weight_bytes = 64 * 2**20, 4 * 512 * 8192 * 6
+    wide: dict[str, Any] = {
+        "hidden_size": 512,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 2,
+        "max_position_embeddings": 4096,
+    }
+    Qwen3ForCausalLM(Qwen3Config(**SMALL | wide, head_dim=64)).save_pretrained(tmp_path)
+
+    async with serve(embedded_root(tmp_path, kv_cache=cache_bytes, slots=4)) as host:
+        awake = resident_bytes()
+        await host.sleep()
+        without_cache = resident_bytes()
+        await host.sleep(discard_weights=True)
+        without_weights = resident_bytes()
+
+    assert awake - without_cache > 0.9 * cache_bytes
+    assert without_cache - without_weights > 0.9 * weight_bytes
+
+
+def resident_bytes() -> int:
+    return psutil.Process().memory_info().rss
 
 
 async def test_more_requests_than_slots_all_finish(tied_model: Path) -> None:

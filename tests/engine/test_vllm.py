@@ -1,19 +1,26 @@
-"""What can go wrong with a real vLLM while its process lives."""
+"""A real vLLM: what can go wrong while its process lives, and one that is attached by its URL."""
 
 import asyncio
+import os
 import signal
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from llm_proxy.engine.adapters.vllm_server import SharedMemory
+from llm_proxy.engine import adapters
+from llm_proxy.engine.adapters.shared_memory import SharedMemory
 from llm_proxy.engine.config import EngineConfig, EngineRoot, VllmConfig
-from rollfarm.errors import FarmError, InvalidArgument
+from rollfarm.config import ConfigError
+from rollfarm.errors import EngineFailed, FarmError, InvalidArgument, Unsupported
+from rollfarm.ports import free_port
 from rollfarm.run import ModelConfig
 from rollfarm.v1 import llm_proxy_pb2
-from tests.engine.kit import embedded_root, other_weights, serve
-from tests.engine.process import Process, vllm_flags
+from tests.engine.kit import CONTEXT, Reference, embedded_root, other_weights, serve
+from tests.engine.process import ROOT, Process, vllm_flags
+from tests.engine.stand_in import attached_root
 from tests.llm_proxy.support import asked, run_proxy
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
@@ -62,3 +69,86 @@ async def update(root: EngineRoot) -> None:
         version = await host.stage(other_weights(host.model, 1))
         with pytest.raises(FarmError):
             await host.apply(version)
+
+
+@pytest.fixture(scope="module")
+def lone_vllm(tied_model: Path, vllm_python: Path) -> "Iterator[tuple[str, subprocess.Popen[bytes]]]":
+    """A vLLM that is started as docs/configure.md says, and where it listens."""
+    port = free_port()
+    process = subprocess.Popen(
+        [
+            *(vllm_python, "-m", "rollfarm.vllm_gloo", "--model", tied_model, "--dtype", "float32"),
+            *("--max-model-len", str(CONTEXT), "--max-num-seqs", "64", "--host", "127.0.0.1", "--port", str(port)),
+            *("--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"),
+            *("--weight-transfer-config", '{"backend": "rollfarm"}', "--kv-cache-memory-bytes", "64M"),
+            *("--enforce-eager", "--distributed-executor-backend", "uni", "--uvicorn-log-level", "warning"),
+        ],
+        stdin=subprocess.DEVNULL,
+        cwd=ROOT,
+        env=os.environ | {"VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"} | ON_CPU,
+    )
+    yield f"http://127.0.0.1:{port}", process
+    process.terminate()
+    process.wait(60)
+
+
+ON_CPU = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
+
+
+async def test_an_attached_vllm_outlives_its_hosts_and_begins_each_time_at_the_base_model(
+    tied_model: Path, lone_vllm: "tuple[str, subprocess.Popen[bytes]]"
+) -> None:
+    url, process = lone_vllm
+    tensors = other_weights(tied_model, 1)
+
+    async with serve(attached_root(tied_model, url, start_seconds=300)) as first:
+        await first.publish(tensors)
+        (under_new,) = await first.client.generate([[1, 2, 3]], temperature=0)
+        await first.pause()
+    async with serve(attached_root(tied_model, url)) as second:
+        begun = await second.status()
+        (under_base,) = await second.client.generate([[1, 2, 3]], temperature=0)
+
+    assert process.poll() is None
+    assert under_new.ids == Reference(tied_model, tensors).greedy([1, 2, 3], 16)
+    assert (begun.policy_version, begun.paused, begun.server_version) == (0, False, "0.32.0")
+    assert under_base.ids == Reference(tied_model).greedy([1, 2, 3], 16)
+    assert set(under_base.versions) == {0}
+
+
+async def test_a_vllm_with_other_settings_is_not_attached(
+    tied_model: Path, untied_model: Path, lone_vllm: "tuple[str, subprocess.Popen[bytes]]"
+) -> None:
+    url, _ = lone_vllm
+
+    with pytest.raises(ConfigError, match=r"its slots are 64.*Start it with .* --max-num-seqs 128 "):
+        await adapters.make(attached_root(tied_model, url, start_seconds=300, slots=128)).start(lambda chunks: None)
+    with pytest.raises(ConfigError, match=f"it serves {tied_model}"):
+        await adapters.make(attached_root(untied_model, url)).start(lambda chunks: None)
+
+
+async def test_a_vllm_on_a_cpu_says_that_it_cannot_sleep(
+    tied_model: Path, lone_vllm: "tuple[str, subprocess.Popen[bytes]]"
+) -> None:
+    url, _ = lone_vllm
+
+    async with serve(attached_root(tied_model, url, start_seconds=300)) as host:
+        with pytest.raises(Unsupported, match="--enable-sleep-mode"):
+            await host.sleep()
+
+        assert not (await host.status()).sleeping
+
+
+async def test_a_host_ends_with_the_vllm_that_it_is_attached_to(
+    tied_model: Path, lone_vllm: "tuple[str, subprocess.Popen[bytes]]"
+) -> None:
+    url, process = lone_vllm
+
+    adapter = adapters.make(attached_root(tied_model, url, start_seconds=300))
+    await adapter.start(lambda chunks: None)
+
+    process.kill()
+
+    with pytest.raises(EngineFailed, match="is gone"):
+        await asyncio.wait_for(adapter.watch(), 30)
+    await adapter.stop()

@@ -12,9 +12,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from env_manager.config import EnvManagerConfig
+from env_manager.hosts import Hosts
+from env_manager.processes import Processes
 from env_manager.rendering import Renderer
 from env_manager.wiring import open_worker
-from rollfarm import rpc, tokens
+from env_manager.worlds import Worlds
+from rollfarm import rpc, times, tokens
+from rollfarm.config import Telemetry
 from rollfarm.errors import FarmError, LeaseExpired, is_retryable, to_failure
 from rollfarm.service import Changed, ErrorInterceptor, poll_seconds
 from rollfarm.v1 import (
@@ -139,6 +143,7 @@ class FakeBuffer(sample_buffer_pb2_grpc.SampleBufferServiceServicer):
     lease_seconds: float = 30.0
     pending: list[sample_buffer_pb2.Episode] = field(default_factory=list)
     to_cancel: list[sample_buffer_pb2.CancelledLease] = field(default_factory=list)
+    beats: list[sample_buffer_pb2.HeartbeatRequest] = field(default_factory=list)
     leased: list[sample_buffer_pb2.EpisodeLease] = field(default_factory=list)
     completed: dict[str, trajectory_pb2.Trajectory] = field(default_factory=dict)
     failed: dict[str, sample_buffer_pb2.FailEpisodeRequest] = field(default_factory=dict)
@@ -165,25 +170,41 @@ class FakeBuffer(sample_buffer_pb2_grpc.SampleBufferServiceServicer):
 
     async def LeaseEpisodes(self, request: sample_buffer_pb2.LeaseEpisodesRequest, context: Any) -> Any:
         self.asked.append(request)
-        leases = await self.changed.first(lambda: self._take(request.max_leases) or None, poll_seconds(context))
+        self.changed.notify()
+        leases = await self.changed.first(lambda: self._take(request) or None, poll_seconds(context))
         return sample_buffer_pb2.LeaseEpisodesResponse(leases=leases or [])
 
-    def _take(self, count: int) -> list[sample_buffer_pb2.EpisodeLease]:
-        duration = duration_pb2.Duration()
-        duration.FromNanoseconds(int(self.lease_seconds * 1e9))
+    def _take(self, request: sample_buffer_pb2.LeaseEpisodesRequest) -> list[sample_buffer_pb2.EpisodeLease]:
+        """The first of those that are wanted."""
+        wanted = [episode for episode in self.pending if _is_wanted(episode.task.environment, request)]
+        wanted = wanted[: request.max_leases]
+        self.pending = [episode for episode in self.pending if not any(episode is taken for taken in wanted)]
         leases = [
             sample_buffer_pb2.EpisodeLease(
-                lease_id=f"lease-{len(self.leased) + position}", episode=episode, lease_duration=duration
+                lease_id=f"lease-{len(self.leased) + position}",
+                episode=episode,
+                lease_duration=times.duration(self.lease_seconds),
             )
-            for position, episode in enumerate(self.pending[:count])
+            for position, episode in enumerate(wanted)
         ]
-        del self.pending[:count]
         self.leased.extend(leases)
         return leases
 
     async def Heartbeat(self, request: sample_buffer_pb2.HeartbeatRequest, context: Any) -> Any:
-        cancelled = [lease for lease in self.to_cancel if lease.lease_id in request.lease_ids]
-        return sample_buffer_pb2.HeartbeatResponse(cancelled=cancelled)
+        self.beats.append(request)
+        self.changed.notify()
+        cancelled = await self.changed.first(
+            lambda: [lease for lease in self.to_cancel if lease.lease_id in request.lease_ids] or None,
+            request.wait_duration.ToNanoseconds() / 1e9,
+        )
+        return sample_buffer_pb2.HeartbeatResponse(cancelled=cancelled or [])
+
+    def cancel(self, lease_id: str) -> None:
+        """Say that nobody needs the episode any more."""
+        self.to_cancel.append(
+            sample_buffer_pb2.CancelledLease(lease_id=lease_id, outcome=trajectory_pb2.OUTCOME_CANCELLED)
+        )
+        self.changed.notify()
 
     async def CompleteEpisodes(self, request: sample_buffer_pb2.CompleteEpisodesRequest, context: Any) -> Any:
         if self.refuse is not None and is_retryable(self.refuse):
@@ -210,18 +231,26 @@ class FakeBuffer(sample_buffer_pb2_grpc.SampleBufferServiceServicer):
         return sample_buffer_pb2.FailEpisodeResponse()
 
 
+def _is_wanted(environment: str, request: sample_buffer_pb2.LeaseEpisodesRequest) -> bool:
+    return environment not in request.excluded_environments and (
+        not request.environments or environment in request.environments
+    )
+
+
 @dataclass(eq=False)
 class FakeRewards(reward_gateway_pb2_grpc.RewardGatewayServiceServicer):
     """A reward_gateway that adds the step rewards up."""
 
     refuse: FarmError | None = None
     asked: list[reward_gateway_pb2.ScoredEpisode] = field(default_factory=list)
+    requests: list[reward_gateway_pb2.ScoreRequest] = field(default_factory=list)
 
     def register(self, server: aio.Server) -> None:
         reward_gateway_pb2_grpc.add_RewardGatewayServiceServicer_to_server(self, server)
 
     async def Score(self, request: reward_gateway_pb2.ScoreRequest, context: Any) -> reward_gateway_pb2.ScoreResponse:
         self.asked.append(request.episode)
+        self.requests.append(request)
         if self.refuse is not None:
             raise self.refuse
         total = sum(turn.step_reward for turn in request.episode.turns)
@@ -249,6 +278,12 @@ def episode(
     )
 
 
+def worlds_of(hosts: Hosts, **settings: Any) -> Worlds:
+    """Every environment that `hosts` and this process play."""
+    processes = Processes(hosts, per_environment=1, hang_seconds=60.0, telemetry=Telemetry())
+    return Worlds(hosts, processes, environment_id="here", **settings)
+
+
 @asynccontextmanager
 async def working(
     buffer: FakeBuffer,
@@ -272,8 +307,8 @@ async def working(
             worker_id="worker-1",
             **config,
         )
-        async with open_worker(settings, renderer or Renderer(tokenizer()), context_tokens) as loops:
-            running = asyncio.create_task(_all(loops))
+        async with open_worker(settings, renderer or Renderer(tokenizer()), context_tokens) as worker:
+            running = asyncio.create_task(_all(worker.loops))
             try:
                 yield running
             finally:

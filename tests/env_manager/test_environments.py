@@ -1,52 +1,66 @@
 import json
 import random
-from collections.abc import Callable
 
+import hypothesis
 import pytest
+from hypothesis import strategies as st
 
 from env_manager.demonstrations import main as write_demonstrations
 from env_manager.environments import ENVIRONMENTS
+from env_manager.environments.__main__ import print_scores
 from env_manager.environments.frozen_lake import MOVES, FrozenLake
 from env_manager.environments.guess_number import GuessNumber
-from env_manager.environments.solvable import Solvable
+from env_manager.environments.solvable import Instant, Solvable
+from env_manager.playthrough import Playthrough, play
+from rollfarm.config import ConfigError
+from rollfarm.env import Action, ToolCall
+from rollfarm.playing import Play
+from rollfarm.registry import check_settings
 
 CASES = [
     ("arithmetic", {}),
     ("arithmetic", {"digits": 3, "operations": ["times"]}),
+    ("countdown", {}),
+    ("countdown", {"count": 6, "high": 100, "target": 1000}),
     ("frozen_lake", {}),
     ("frozen_lake", {"size": 3, "view": "compact"}),
     ("frozen_lake", {"size": 6, "holes": 0.4, "view": "map"}),
     ("guess_number", {}),
     ("guess_number", {"high": 100}),
+    ("household", {}),
+    ("household", {"admissible": True, "shaped": True}),
+    ("shop", {}),
+    ("sokoban", {}),
+    ("sokoban", {"size": 8, "boxes": 2, "symbols": "words"}),
+    ("word_game", {}),
+    ("word_game", {"length": 4}),
 ]
 
+INSTANT = sorted(name for name, kind in ENVIRONMENTS.items() if issubclass(kind, Instant))
 
-def play(environment: Solvable, seed: int, act: Callable[[Solvable], str]) -> tuple[float, float, list[str]]:
-    """Reward, success and what was shown."""
-    shown = [environment.reset(seed, 0).text]
-    reward = 0.0
-    while True:
-        step = environment.step(act(environment))
-        reward += step.reward
-        if step.done:
-            return reward, step.metrics["success"], shown
-        shown.append(step.text)
+
+def solve(environment: Solvable) -> str:
+    return environment.solve()
 
 
 def mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-@pytest.mark.parametrize(("name", "settings"), CASES)
-def test_the_solver_succeeds_every_time_and_chance_rarely_does(name: str, settings: dict[str, object]):
-    kind = ENVIRONMENTS[name]
-    chance = random.Random(0)
-    solved = [play(kind(**settings), seed, lambda environment: environment.solve()) for seed in range(100)]
-    guessed = [play(kind(**settings), seed, lambda _: chance.choice(kind.ACTIONS)) for seed in range(100)]
+async def episodes(name: str, settings: dict[str, object], act, seeds: range = range(30)) -> list[Playthrough]:
+    return [await play(ENVIRONMENTS[name](**settings), seed, act) for seed in seeds]
 
-    assert mean([success for _, success, _ in solved]) == 1.0
-    assert mean([success for _, success, _ in guessed]) < 0.45
-    assert mean([reward for reward, _, _ in solved]) > mean([reward for reward, _, _ in guessed]) + 0.4
+
+@pytest.mark.parametrize(("name", "settings"), CASES)
+async def test_the_solver_succeeds_every_time_and_chance_rarely_does(name: str, settings: dict[str, object]):
+    chance = random.Random(0)
+    solved = await episodes(name, settings, solve)
+    guessed = await episodes(name, settings, lambda environment: chance.choice(environment.actions()))
+
+    assert [episode.success for episode in solved] == [1.0] * 30
+    assert mean([episode.success for episode in guessed]) < 0.45
+    assert mean([episode.reward for episode in solved]) > mean([episode.reward for episode in guessed]) + 0.4
+    assert all(episode.reward <= 1 + 1e-9 for episode in solved + guessed)
 
 
 @pytest.mark.parametrize(
@@ -62,29 +76,151 @@ def test_the_solver_succeeds_every_time_and_chance_rarely_does(name: str, settin
         ("guess_number", {"high": 7}),
     ],
 )
-def test_an_environment_s_words_are_what_it_shows_and_takes_and_no_others(name: str, settings: dict[str, object]):
-    kind = ENVIRONMENTS[name]
+async def test_an_environment_s_words_are_what_it_shows_and_takes_and_no_others(name: str, settings: dict[str, object]):
     chance = random.Random(0)
-    seen = set(FrozenLake.ACTIONS) if name == "frozen_lake" else set()
+    seen = {*MOVES} if name == "frozen_lake" else set[str]()
 
     def act(environment: Solvable) -> str:
         seen.add(solution := environment.solve())
-        return chance.choice([solution, *kind.ACTIONS, "nonsense"])
+        return chance.choice([solution, *environment.actions(), "nonsense"])
 
-    for seed in range(2000):
-        for text in play(kind(**settings), seed, act)[2]:
-            seen.update(text.split())
+    for episode in await episodes(name, settings, act, range(2000)):
+        seen.update(" ".join(episode.texts).split())
 
-    assert seen == set(kind(**settings).words())
+    environment = ENVIRONMENTS[name](**settings)
+    assert isinstance(environment, Instant)
+    assert seen == set(environment.words())
 
 
-@pytest.mark.parametrize("name", ENVIRONMENTS)
-def test_an_equal_seed_gives_an_equal_episode_and_another_seed_another(name: str):
-    kind = ENVIRONMENTS[name]
-    episodes = [play(kind(), seed, lambda environment: environment.solve()) for seed in (1, 1, *range(2, 12))]
+@pytest.mark.parametrize(
+    ("name", "settings"), [*CASES[2:], ("sokoban", {"symbols": "xsb", "rules": False}), ("shop", {"items": 30})]
+)
+async def test_every_word_that_is_shown_or_taken_is_among_an_environment_s_words(
+    name: str, settings: dict[str, object]
+):
+    chance = random.Random(0)
 
-    assert episodes[0] == episodes[1]
-    assert any(episode != episodes[0] for episode in episodes[2:])
+    def act(environment: Solvable) -> str:
+        return chance.choice([environment.solve(), chance.choice(environment.actions())])
+
+    played = await episodes(name, settings, act, range(25))
+
+    seen = [text for episode in played for text in (*episode.texts, *(action for action, _ in episode.turns))]
+    environment = ENVIRONMENTS[name](**settings)
+    assert isinstance(environment, Instant)
+    assert set(" ".join(seen).split()) - set(environment.words()) == set()
+
+
+@pytest.mark.parametrize("name", INSTANT)
+async def test_an_equal_seed_gives_an_equal_episode_and_another_seed_another(name: str):
+    def act_by(seed: int):
+        chance = random.Random(seed)
+        return lambda environment: chance.choice([environment.solve(), *environment.actions()])
+
+    played = [await play(ENVIRONMENTS[name](), seed, act_by(7)) for seed in (1, 1, *range(2, 12))]
+
+    assert played[0] == played[1]
+    assert len({repr(episode) for episode in played}) > 5
+
+
+@pytest.mark.parametrize("name", INSTANT)
+@hypothesis.settings(deadline=None, max_examples=30)
+@hypothesis.given(
+    actions=st.lists(st.text() | st.text(alphabet="( )[]/*+-0123456789 searchclickgoto\ud800"), max_size=3)
+)
+def test_garbage_is_answered_and_never_raises(name: str, actions: list[str]):
+    environment = ENVIRONMENTS[name]()
+    assert isinstance(environment, Instant)
+    environment.reset(0, 0)
+
+    for action in (*actions, "", "\0", "(" * 100_000, "9" * 100_000, "ü" * 1000 + "\n\n"):
+        step = environment.step(action)
+        assert -1 <= step.reward <= 1
+        assert step.metrics["success"] in (0, 1)
+        if step.done:
+            break
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "problem"),
+    [
+        ("countdown", {"count": 1}, "count"),
+        ("countdown", {"turns": 0}, "turns"),
+        ("household", {"chores": []}, "chores"),
+        ("household", {"chores": ["wash_up"]}, "pick_and_place"),
+        ("shop", {"items": 3}, "items"),
+        ("shop", {"item": 3}, "Did you mean 'items'"),
+        ("sokoban", {"size": 4}, "size"),
+        ("sokoban", {"symbols": "emoji"}, "'letters', 'xsb' or 'words'"),
+        ("word_game", {"length": 7}, "4, 5 or 6"),
+    ],
+)
+def test_a_setting_out_of_range_is_refused_and_named(name: str, settings: dict[str, object], problem: str):
+    with pytest.raises(ConfigError) as refused:
+        check_settings(ENVIRONMENTS[name], settings, owner=name)
+
+    assert str(refused.value).startswith(name)
+    assert problem in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["countdown", "household", "shop", "sokoban", "word_game"])
+async def test_no_turns_left_cuts_an_episode_short(name: str):
+    (episode,) = await episodes(name, {"turns": 2}, lambda _: "nonsense", range(1))
+
+    last = episode.turns[-1][1]
+    assert (len(episode.turns), last.done, last.truncated, episode.reward) == (2, True, True, 0.0)
+
+
+@pytest.mark.parametrize("name", INSTANT)
+async def test_the_farm_plays_what_the_solver_plays(name: str):
+    alone = await play(ENVIRONMENTS[name](), 1, solve)
+    farm = Play(ENVIRONMENTS[name], {})
+
+    shown = await farm.reset(1, 0)
+    steps = [await farm.step(Action(action)) for action, _ in alone.turns]
+
+    assert (shown.text, shown.system, shown.reference) == (
+        alone.shown.text,
+        alone.shown.system,
+        alone.shown.reference,
+    )
+    assert [(step.text, step.reward, step.done, step.state_hash) for step in steps] == [
+        (step.text, step.reward, step.done, step.state_hash) for _, step in alone.turns
+    ]
+
+
+@pytest.mark.parametrize("name", ["countdown", "shop"])
+async def test_a_tool_call_that_cannot_be_read_is_answered_with_why(name: str):
+    farm = Play(ENVIRONMENTS[name], {"tools": True})
+    await farm.reset(1, 0)
+
+    step = await farm.step(Action("", tool_problem="The call is no JSON."))
+
+    assert (step.text, step.reward, step.done) == ("The call is no JSON.", 0.0, False)
+
+
+@pytest.mark.parametrize("name", ["countdown", "shop"])
+async def test_tools_reach_the_farm(name: str):
+    farm = Play(ENVIRONMENTS[name], {"tools": True})
+
+    tools = (await farm.reset(1, 0)).tools
+    first = tools[0]["function"]
+    (argument,) = first["parameters"]["properties"]
+    step = await farm.step(Action("", [ToolCall("a", first["name"], {argument: "7"})]))
+
+    assert [(result.tool_call_id, result.name) for result in step.tool_results] == [("a", first["name"])]
+
+
+async def test_scores_are_printed_for_people_and_for_programs(capsys: pytest.CaptureFixture[str]):
+    await print_scores(["arithmetic"], 3, as_json=False)
+    table = capsys.readouterr().out.splitlines()
+    await print_scores(["arithmetic"], 3, as_json=True)
+    (score,) = json.loads(capsys.readouterr().out)
+
+    assert table[0].split()[0] == "environment"
+    assert table[1].split()[0] == "arithmetic"
+    assert (score["environment"], score["solver_reward"], score["solver_success"]) == ("arithmetic", 1.0, 1.0)
+    assert score["random_reward"] < 0.5
 
 
 def lake(holes: str = "", size: int = 3, turns: int = 6) -> FrozenLake:
@@ -169,7 +305,6 @@ def test_states_are_told_apart_by_map_and_place():
     hashes = [FrozenLake().reset(seed, 0).state_hash for seed in (1, 1, 2)]
 
     assert hashes[0] == hashes[1] != hashes[2]
-    assert set(MOVES) == set(FrozenLake.ACTIONS)
 
 
 def test_guessing_not_a_number_costs_a_tenth_and_halving_always_suffices():
@@ -179,6 +314,13 @@ def test_guessing_not_a_number_costs_a_tenth_and_halving_always_suffices():
     step = environment.step("seven")
 
     assert (step.text, step.reward) == ("number please", -0.1)
+
+
+def test_a_number_with_zeros_before_it_is_that_number():
+    environment = GuessNumber(high=20)
+    number = environment.reset(3, 0).reference
+
+    assert environment.step(f"0{number}").metrics == {"success": 1.0}
 
 
 def test_demonstrations_are_chats_that_the_expert_wins(tmp_path):

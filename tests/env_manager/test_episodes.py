@@ -3,18 +3,21 @@
 import asyncio
 import threading
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import grpc
 import pytest
 from grpc import aio
 
+from env_manager.episodes import EpisodeFailed, Player
 from env_manager.rendering import Renderer
+from env_manager.transcript import Played
 from rollfarm import tokens
-from rollfarm.env import Environment, EnvironmentServicer, Observation, Step
-from rollfarm.errors import FarmError, InvalidArgument, InvalidTrajectory, RewardFailed
-from rollfarm.v1 import environment_pb2, sample_buffer_pb2, trajectory_pb2
+from rollfarm.env import Environment, Observation, Step
+from rollfarm.env_server import EnvironmentServicer
+from rollfarm.errors import EnvironmentFailed, FarmError, InvalidArgument, InvalidTrajectory, RewardFailed
+from rollfarm.v1 import environment_pb2, reward_gateway_pb2, sample_buffer_pb2, trajectory_pb2
 from tests.env_manager.fakes import (
     CHATML,
     FakeBuffer,
@@ -155,6 +158,78 @@ async def test_rewards_see_the_conversation_as_text_with_step_rewards_and_the_re
     assert scored.outcome == trajectory_pb2.OUTCOME_OK
 
 
+@pytest.mark.parametrize(("validation_id", "size"), [("", 8), ("v1", 0)])
+async def test_rewards_learn_which_group_the_episode_is_of_and_that_a_validation_episode_has_none(
+    validation_id: str, size: int
+):
+    rewards, leased = FakeRewards(), episode("arithmetic", member=3)
+    leased.group_size, leased.validation_id = 8, validation_id
+
+    await play_one(leased, saying("1"), rewards)
+
+    (request,) = rewards.requests
+    assert (request.group_id, request.member, request.group_size) == ("group", 3, size)
+
+
+class OneWorld:
+    """Stands where worlds are found, and says when its one is left."""
+
+    def __init__(self, said: list[str]) -> None:
+        self._said = said
+
+    @asynccontextmanager
+    async def open(self, session_id: str, task: trajectory_pb2.Task) -> AsyncIterator[Any]:
+        try:
+            yield self
+        finally:
+            self._said.append("left")
+
+
+@pytest.mark.parametrize(("domain", "by"), [("play", "turns"), ("coding", "an agent")])
+async def test_a_player_has_the_conversation_by_domain_says_once_that_it_is_over_and_scores_it(domain: str, by: str):
+    said: list[str] = []
+
+    def converse(name: str) -> Any:
+        async def had(lease: sample_buffer_pb2.EpisodeLease, world: Any) -> Played:
+            said.append(name)
+            return Played(lease.episode, [], [])
+
+        return had
+
+    async def score(scored: Any, leased: Any) -> reward_gateway_pb2.ScoreResponse:
+        said.append("scored")
+        return reward_gateway_pb2.ScoreResponse(reward=1.0)
+
+    agents = {"coding": converse("an agent")}
+    worlds: Any = OneWorld(said)
+    player = Player(worlds, converse("turns"), score, worker_id="worker-1", agents=agents)
+    lease = sample_buffer_pb2.EpisodeLease(lease_id="lease", episode=episode())
+    lease.episode.task.domain = domain
+
+    trajectory = await player.play(lease, lambda: said.append("played"))
+
+    assert said == [by, "left", "played", "scored"]
+    assert (trajectory.outcome, trajectory.reward) == (trajectory_pb2.OUTCOME_OK, 1.0)
+
+
+async def test_a_conversation_that_fails_was_not_played():
+    said: list[str] = []
+
+    async def converse(lease: Any, world: Any) -> Played:
+        raise EnvironmentFailed("The ice broke.")
+
+    async def score(scored: Any, leased: Any) -> reward_gateway_pb2.ScoreResponse:
+        raise AssertionError("nothing is to be scored")
+
+    worlds: Any = OneWorld(said)
+    lease = sample_buffer_pb2.EpisodeLease(lease_id="lease", episode=episode())
+
+    with pytest.raises(EpisodeFailed, match="The ice broke") as failed:
+        await Player(worlds, converse, score, worker_id="w").play(lease, lambda: said.append("played"))
+
+    assert (failed.value.outcome, said) == (trajectory_pb2.OUTCOME_ENV_FAILED, ["left"])
+
+
 async def test_too_many_turns_truncate_and_are_scored():
     buffer, proxy = await play_one(episode(settings=SEED_WITHOUT_HOLES), saying("left"), max_turns=2)
 
@@ -200,6 +275,32 @@ async def test_time_running_out_after_the_first_action_truncates_and_the_generat
     assert proxy.cancelled == ["lease-0/1"]
 
 
+class Stalls(Environment):
+    """Answers one action."""
+
+    async def reset(self, seed: int, index: int) -> str:
+        self.turn = 0
+        return "at 0 0"
+
+    async def step(self, action: str) -> Step:
+        self.turn += 1
+        if self.turn == 2:
+            await asyncio.Event().wait()
+        return Step("left wall", metrics={"turns": self.turn})
+
+
+async def test_an_answer_that_does_not_come_in_time_is_no_repetition_of_the_one_before():
+    rewards, always_left = FakeRewards(), FakeProxy(lambda prompt, asked: TOKENIZER.encode("left"))
+    buffer = FakeBuffer()
+    buffer.add(episode(f"{__name__}:Stalls"))
+    async with serving(always_left.register) as address, working(buffer, address, rewards, episode_seconds=0.4):
+        await buffer.ended()
+
+    (scored,) = rewards.asked
+    assert [turn.text for turn in scored.turns] == ["at 0 0", "left", "left wall", "left"]
+    assert dict(scored.metrics) == {"turns": 1}
+
+
 async def failure(lease: sample_buffer_pb2.Episode, policy: Policy, rewards: FakeRewards | None = None, **config):
     buffer, _ = await play_one(lease, policy, rewards, **config)
     assert not buffer.completed
@@ -211,7 +312,7 @@ async def test_an_unknown_environment_fails_with_the_known_ones():
     outcome, detail = await failure(episode("frozen_lade"), saying("left"))
 
     assert outcome == "OUTCOME_ENV_FAILED"
-    assert "Did you mean 'frozen_lake'? Known: arithmetic, frozen_lake, guess_number." in detail
+    assert "Did you mean 'frozen_lake'? Known: arithmetic, " in detail
 
 
 async def test_an_unknown_setting_fails_with_the_known_ones():
@@ -333,12 +434,14 @@ async def test_a_served_environment_that_misbehaves_fails_its_episode_alone(how:
 
 
 class OtherLanguage(aio.ServerInterceptor):
-    """Makes a server's Step answer these bytes, which our SDK would not send."""
+    """Makes a server's Step answer these bytes, which our SDK would not send, and takes its StepMany away."""
 
     def __init__(self, *answers: bytes) -> None:
         self._answers = iter(answers)
 
     async def intercept_service(self, continuation, handler_call_details):
+        if handler_call_details.method.endswith("/StepMany"):
+            return None
         handler = await continuation(handler_call_details)
         if not handler_call_details.method.endswith("/Step"):
             return handler
@@ -367,7 +470,8 @@ async def test_an_answer_that_is_not_finite_or_no_message_fails_its_episode_in_w
     details = [failed.detail for failed in buffer.failed.values()]
     assert f"Environment stubborn at {server}: the step's reward is nan, not a finite number." in details[0]
     assert f"Environment stubborn at {server}: the step's metric 'success' is inf, not a finite number." in details[1]
-    assert f"Environment server {server}: its answer is no valid message" in details[2]
+    assert f"Environment server {server}: The answer to" in details[2]
+    assert "is no valid message" in details[2]
 
 
 async def test_an_episode_whose_environment_server_restarted_fails():

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from rollfarm.env import Environment, EnvironmentServicer, Observation, Step, name_of
+from rollfarm.env import Environment, Observation, Step, name_of
+from rollfarm.env_server import EnvironmentServicer
 from rollfarm.v1 import trajectory_pb2
 from tests.env_manager.fakes import FakeBuffer, FakeProxy, episode, serving, tokenizer, working
 
@@ -28,6 +29,10 @@ class Raises:
 class Mute(Exception):
     def __str__(self) -> str:
         raise RuntimeError("no words")
+
+
+class Grave(BaseException):
+    """Beside Exception, as what test runners and other event loops raise."""
 
 
 class Poisoned(Environment):
@@ -48,7 +53,7 @@ class Poisoned(Environment):
 
 
 class PoisonedFast(Poisoned):
-    fast = True
+    runs = "loop"
 
 
 class PoisonedAsync(Poisoned):
@@ -82,7 +87,7 @@ metrics = st.sampled_from([None, 3, [("success", 1.0)]])
 metrics |= st.dictionaries(texts.filter(lambda name: not isinstance(name, list)), st.just(1.0), min_size=1)
 metrics |= st.dictionaries(st.just("success"), numbers, min_size=1)
 errors = st.sampled_from([ValueError("the ice broke"), ValueError("x" * 100_000), StopIteration(), SystemExit(0)])
-errors |= st.sampled_from([asyncio.CancelledError(), TimeoutError(), Mute()]) | surrogates.map(ValueError)
+errors |= st.sampled_from([asyncio.CancelledError(), TimeoutError(), Mute(), Grave()]) | surrogates.map(ValueError)
 worthless = st.sampled_from([None, 5, "done", Step]) | errors.map(Raises)
 
 observations = st.sampled_from([None, 5, Step()]) | errors.map(Raises) | surrogates
@@ -128,3 +133,29 @@ def test_a_poisonous_answer_fails_its_episode_with_the_cause_and_the_next_is_pla
         failed = buffer.failed[lease.lease_id]
         assert failed.outcome == trajectory_pb2.OUTCOME_ENV_FAILED, failed.detail
         assert f"Environment {name_of(kinds[int(lease.lease_id.removeprefix('lease-'))])}" in failed.detail
+
+
+class Flood(Environment):
+    """Shows more than anyone may see."""
+
+    def reset(self, seed: int, index: int) -> str:
+        return "at 0 0"
+
+    def step(self, action: str) -> Step:
+        return Step("ice " * 1000)
+
+
+@pytest.mark.parametrize("served", [False, True], ids=["local", "served"])
+async def test_a_huge_observation_fails_its_episode_with_its_size(served: bool):
+    buffer, proxy = FakeBuffer(), FakeProxy(lambda prompt, asked: TOKENIZER.encode("left"))
+    async with (
+        serving(EnvironmentServicer([Flood]).register) as server,
+        serving(proxy.register) as address,
+        working(buffer, address, servers=[server], max_observation_chars=3999),
+    ):
+        buffer.add(episode("flood" if served else f"{__name__}:Flood"))
+        await buffer.ended()
+
+    [failed] = buffer.failed.values()
+    assert failed.outcome == trajectory_pb2.OUTCOME_ENV_FAILED
+    assert "step gave 4,000 characters, more than the 3,999 of max_observation_chars" in failed.detail

@@ -11,8 +11,10 @@ import pytest
 
 from env_manager.model import load
 from rollfarm.config import ConfigError
+from rollfarm.ports import free_port
 from rollfarm.v1 import trajectory_pb2
 from tests.env_manager.fakes import FakeBuffer, FakeProxy, FakeRewards, episode, serving, tokenizer
+from tests.env_manager.hosting import Echo, attached
 
 
 @pytest.fixture
@@ -104,3 +106,33 @@ async def test_the_process_plays_what_it_leases_and_gives_back_the_rest_on_sigte
     assert {lease: failed.outcome for lease, failed in buffer.failed.items()} == {
         "lease-1": trajectory_pb2.OUTCOME_CANCELLED
     }
+
+
+async def test_on_sigterm_it_gives_leases_back_before_it_lets_go_of_a_worker_that_dialled_in(model: Path):
+    buffer, rewards, port = FakeBuffer(), FakeRewards(), free_port()
+    proxy = FakeProxy(lambda prompt, asked: None)
+    async with (
+        serving(buffer.register) as buffer_address,
+        serving(proxy.register) as proxy_address,
+        serving(rewards.register) as reward_address,
+        attached(f"127.0.0.1:{port}", Echo),
+    ):
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "env_manager", "--model.path", str(model)),
+            *("--env_manager.listen.port", str(port), "--env_manager.listen.drain_seconds", "60"),
+            *("--env_manager.sample_buffer_address", buffer_address),
+            *("--env_manager.llm_proxy_address", proxy_address),
+            *("--env_manager.reward_gateway_address", reward_address),
+            *("--env_manager.environments", "echo"),
+        )
+        try:
+            buffer.add(episode("echo"))
+            await proxy.until(lambda: bool(proxy.requests), 30)
+            process.send_signal(signal.SIGTERM)
+            returned = await asyncio.wait_for(process.wait(), 30)
+        finally:
+            if process.returncode is None:
+                process.kill()
+
+    assert returned == 0
+    assert [failed.outcome for failed in buffer.failed.values()] == [trajectory_pb2.OUTCOME_CANCELLED]

@@ -1,8 +1,10 @@
+from collections.abc import Sequence
+
 import pytest
 
-from env_manager.rendering import Renderer
+from env_manager.rendering import Renderer, Span
 from rollfarm import tokens
-from rollfarm.env import Observation
+from rollfarm.env import Observation, Step
 from rollfarm.v1 import trajectory_pb2
 from tests.env_manager.fakes import CHATML, TINY_TEMPLATE, tokenizer
 
@@ -13,23 +15,27 @@ def words(token_ids: bytes, template: str = TINY_TEMPLATE) -> str:
     return tokenizer(template).decode(tokens.unpack_ids(token_ids).tolist())
 
 
-def test_an_opening_is_the_templates_own_rendering_with_the_generation_prompt():
-    (span,) = Renderer(tokenizer()).opening(Observation("at 0 0"))
+async def opening(renderer: Renderer, shown: Observation) -> Sequence[Span]:
+    return (await renderer.begin(shown).opening()).spans
+
+
+async def test_an_opening_is_the_templates_own_rendering_with_the_generation_prompt():
+    (span,) = await opening(Renderer(tokenizer()), Observation("at 0 0"))
 
     assert words(span.token_ids) == "<user> at 0 0 <end> <assistant>"
     assert (span.author, span.text) == (ENVIRONMENT, "at 0 0")
 
 
-def test_instructions_are_a_turn_of_their_own():
-    system, shown = Renderer(tokenizer()).opening(Observation("at 0 0", system="be brief"))
+async def test_instructions_are_a_turn_of_their_own():
+    system, shown = await opening(Renderer(tokenizer()), Observation("at 0 0", system="be brief"))
 
     assert (system.author, words(system.token_ids)) == (SYSTEM, "<system> be brief <end>")
     assert (shown.author, words(shown.token_ids)) == (ENVIRONMENT, "<user> at 0 0 <end> <assistant>")
 
 
-def test_instructions_that_the_template_weaves_into_the_first_message_stay_with_it():
+async def test_instructions_that_the_template_weaves_into_the_first_message_stay_with_it():
     template = "{% if m %}{% endif %}<user> {% for m in messages %}{{ m.content }} {% endfor %}<end> <assistant> "
-    (span,) = Renderer(tokenizer(template)).opening(Observation("at 0 0", system="be brief"))
+    (span,) = await opening(Renderer(tokenizer(template)), Observation("at 0 0", system="be brief"))
 
     assert words(span.token_ids, template) == "<user> be brief at 0 0 <end> <assistant>"
     assert span.author == ENVIRONMENT
@@ -44,22 +50,26 @@ def test_instructions_that_the_template_weaves_into_the_first_message_stay_with_
         (CHATML, "<|im_end|>", "left <|im_end|>", "<|im_start|> user at 0 1 <|im_end|> <|im_start|> assistant"),
     ],
 )
-def test_a_continuation_ends_the_policys_message_unless_the_policy_did(template, eos, written, expected):
+async def test_a_continuation_ends_the_policys_message_unless_the_policy_did(template, eos, written, expected):
     mine = tokenizer(template, eos=eos)
-    last_token = mine.encode(written)[-1]
+    conversation = Renderer(mine).begin(Observation("at 0 0"))
+    await conversation.opening()
+    conversation.read(tokens.pack_ids(mine.encode(written)))
 
-    span = Renderer(mine).continuation("at 0 1", last_token)
+    (span,) = (await conversation.answer(Step("at 0 1"))).spans
 
     assert words(span.token_ids, template) == expected
 
 
 @pytest.mark.parametrize(("template", "eos"), [(TINY_TEMPLATE, "<end>"), (CHATML, "<|im_end|>")])
-def test_a_conversation_by_suffixes_equals_the_templates_rendering_of_the_whole(template, eos):
+async def test_a_conversation_by_suffixes_equals_the_templates_rendering_of_the_whole(template, eos):
     mine = tokenizer(template, eos=eos)
-    renderer = Renderer(mine)
-    first = [span.token_ids for span in renderer.opening(Observation("at 0 0", system="be brief"))]
-    said = mine.encode(f"down {eos}")
-    follow = [renderer.continuation(text, said[-1]).token_ids for text in ("at 1 0", "at 2 0")]
+    said = tokens.pack_ids(mine.encode(f"down {eos}"))
+    conversation = Renderer(mine).begin(Observation("at 0 0", system="be brief"))
+    prompts = [await conversation.opening()]
+    for text in ("at 1 0", "at 2 0"):
+        conversation.read(said)
+        prompts.append(await conversation.answer(Step(text)))
 
     whole = mine.apply_chat_template(
         [
@@ -75,8 +85,8 @@ def test_a_conversation_by_suffixes_equals_the_templates_rendering_of_the_whole(
         return_dict=False,
     )
 
-    packed = tokens.pack_ids(said)
-    assert b"".join([*first, packed, follow[0], packed, follow[1]]) == tokens.pack_ids(whole)
+    shown = [b"".join(span.token_ids for span in prompt.spans) for prompt in prompts]
+    assert said.join(shown) == tokens.pack_ids(whole)
 
 
 def test_a_generation_stops_at_the_tokenizers_end_and_at_the_templates():
@@ -93,9 +103,9 @@ def test_the_policys_words_are_decoded_without_special_tokens():
     assert Renderer(mine).decode(tokens.pack_ids(mine.encode("left <end>"))) == "left"
 
 
-def test_template_variables_reach_the_template():
+async def test_template_variables_reach_the_template():
     template = TINY_TEMPLATE + "{{ mood }}"
 
-    (span,) = Renderer(tokenizer(template), {"mood": "brief"}).opening(Observation("at 0 0"))
+    (span,) = await opening(Renderer(tokenizer(template), {"mood": "brief"}), Observation("at 0 0"))
 
     assert words(span.token_ids, template) == "<user> at 0 0 <end> <assistant> brief"

@@ -10,11 +10,15 @@ from typing import Any
 
 import pytest
 
+from env_manager.hosts import Hosts
 from rollfarm import rpc
-from rollfarm.env import Environment, EnvironmentServicer, Observation, Play, Step, name_of
+from rollfarm.env import Action, Environment, Observation, Step, name_of, serve
+from rollfarm.env_server import EnvironmentServicer
 from rollfarm.errors import EnvironmentFailed, InvalidArgument, UnknownEnvironment, UnknownSession
+from rollfarm.playing import Play
 from rollfarm.v1 import environment_pb2, environment_pb2_grpc, trajectory_pb2
-from tests.env_manager.fakes import serving
+from tests.env_manager.fakes import serving, worlds_of
+from tests.env_manager.hosting import letting_in, until
 
 ROOT = Path(__file__).parents[2]
 
@@ -117,6 +121,62 @@ async def test_a_retried_call_gets_the_first_answer_and_is_played_once():
     assert step.messages[0].text == "2"
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_a_step_whose_caller_was_cut_off_is_not_played_again_by_a_retry(is_async: bool):
+    begun, go_on = threading.Event(), threading.Event()
+    played: list[str] = []
+
+    class Slow(Waiting):
+        async def step(self, action: str) -> Step:
+            begun.set()
+            await asyncio.to_thread(go_on.wait, 20)
+            played.append(action)
+            return Step(action)
+
+    class SlowInAThread(CountDown):
+        def step(self, action: str) -> Step:
+            begun.set()
+            go_on.wait(20)
+            played.append(action)
+            return Step(action)
+
+    server = EnvironmentServicer({"slow": Slow if is_async else SlowInAThread})
+    task = trajectory_pb2.Task(environment="slow")
+    await server.Reset(environment_pb2.ResetRequest(session_id="a", task=task), None)
+    step = environment_pb2.StepRequest(session_id="a", step=0, action="go")
+    cut_off = asyncio.create_task(server.Step(step, None))
+    await asyncio.to_thread(begun.wait, 20)
+    cut_off.cancel()
+    retried = asyncio.create_task(server.Step(step, None))
+    await asyncio.sleep(0)
+    go_on.set()
+
+    assert (await retried).messages[0].text == "go"
+    assert played == ["go"]
+    await server.close()
+
+
+async def test_a_step_that_is_being_played_ends_with_the_episode():
+    begun = asyncio.Event()
+
+    class Stuck(Waiting):
+        async def step(self, action: str) -> Step:
+            begun.set()
+            await asyncio.Event().wait()
+            raise AssertionError("nobody set it")
+
+    server = EnvironmentServicer({"stuck": Stuck})
+    task = trajectory_pb2.Task(environment="stuck")
+    await server.Reset(environment_pb2.ResetRequest(session_id="a", task=task), None)
+    step = asyncio.create_task(server.Step(environment_pb2.StepRequest(session_id="a", step=0), None))
+    await begun.wait()
+
+    await server.Close(environment_pb2.CloseRequest(session_id="a"), None)
+
+    with pytest.raises(UnknownSession, match="was closed"):
+        await step
+
+
 async def test_a_step_out_of_order_is_refused():
     async with serving_count_down() as client:
         await client.reset("a")
@@ -187,12 +247,64 @@ async def test_all_calls_of_an_episode_are_made_in_one_thread_that_is_not_the_lo
 
     play = Play(Threaded, {})
     await play.reset(0, 0)
-    await play.step("")
+    await play.step(Action(""))
     await play.close()
 
     assert len(threads) == 3
     assert len(set(threads)) == 1
     assert threading.get_ident() not in threads
+
+
+async def test_an_async_environment_needs_no_thread():
+    before, plays = threading.active_count(), [Play(Waiting, {}) for _ in range(100)]
+    for play in plays:
+        await play.reset(0, 0)
+        await play.step(Action("go"))
+
+    assert threading.active_count() <= before
+    for play in plays:
+        await play.close()
+    assert threading.active_count() <= before
+
+
+@pytest.mark.parametrize("where", ["init", "step"])
+@pytest.mark.parametrize("is_async", [False, True])
+async def test_an_environment_in_a_call_that_nobody_waits_for_is_closed_after_it(where: str, is_async: bool):
+    begun, go_on, closed = threading.Event(), threading.Event(), threading.Event()
+
+    def slowly() -> None:
+        begun.set()
+        go_on.wait(20)
+
+    class Slow(CountDown):
+        def __init__(self) -> None:
+            super().__init__()
+            if where == "init":
+                slowly()
+
+        def step(self, action: str) -> Step:
+            slowly()
+            return Step()
+
+        def close(self) -> Any:
+            async def later() -> None:
+                closed.set()
+
+            return later() if is_async else closed.set()
+
+    play = Play(Slow, {})
+    if where == "init":
+        calling = asyncio.create_task(play.reset(0, 0))
+    else:
+        await play.reset(0, 0)
+        calling = asyncio.create_task(play.step(Action("")))
+    await asyncio.to_thread(begun.wait, 20)
+
+    calling.cancel()
+    await play.close()
+    go_on.set()
+
+    assert await asyncio.to_thread(closed.wait, 20)
 
 
 @pytest.mark.parametrize("is_async", [False, True])
@@ -211,7 +323,7 @@ async def test_a_close_that_hangs_is_not_waited_for_any_longer_than_it_may_take(
 
     let_go.set()
     with pytest.raises(UnknownSession):
-        await play.step("1")
+        await play.step(Action("1"))
 
 
 @pytest.mark.parametrize(
@@ -229,7 +341,7 @@ async def test_an_answer_that_makes_no_sense_is_a_failure(answer: object, cause:
     play = Play(Senseless, {})
     await play.reset(0, 0)
     with pytest.raises(EnvironmentFailed, match=cause):
-        await play.step("")
+        await play.step(Action(""))
     await play.close()
 
 
@@ -266,3 +378,37 @@ async def test_the_example_is_a_whole_environment_in_fewer_than_forty_lines():
     assert await asyncio.wait_for(process.wait(), 15) == 0
     assert sum(step.reward for step in steps) == pytest.approx(1.0)
     assert (steps[-1].done, steps[-1].metrics["success"]) == (True, 1.0)
+
+
+async def test_the_example_dials_in_with_the_token_that_lies_in_a_file_until_it_is_stopped(tmp_path: Path):
+    (tmp_path / "token").write_text("a token that nobody guesses\n")
+    hosts = Hosts()
+    async with letting_in(hosts, token="a token that nobody guesses") as address:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, str(ROOT / "examples" / "coin_server.py")),
+            *("--attach", address, "--token", f"file:{tmp_path / 'token'}"),
+            cwd=ROOT,
+        )
+        await until(hosts, lambda seen: [list(host.environments) for host in seen] == [["coin"]])
+        async with worlds_of(hosts).open("a", trajectory_pb2.Task(environment="coin", seed=7)) as world:
+            shown = (await world.reset()).text
+
+        process.terminate()
+        assert await asyncio.wait_for(process.wait(), 30) == 0
+        await until(hosts, lambda seen: not seen)
+
+    assert shown.startswith("the coin shows")
+
+
+@pytest.mark.parametrize(
+    ("token", "message"),
+    [("sesame", "--token: a token is not shown to everyone"), ("env:NOT_THERE", "NOT_THERE holds no key of 16")],
+)
+def test_a_token_on_the_command_line_and_one_that_is_not_there_are_refused(
+    token: str, message: str, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(SystemExit) as ended:
+        serve(CountDown, argv=["--attach", "127.0.0.1:1", "--token", token])
+
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err

@@ -2,17 +2,16 @@
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Sequence
 
 import pytest
 from grpc import aio
 
 from env_manager.generator import Generator
-from env_manager.rendering import Renderer, Span
+from env_manager.rendering import Conversation, Renderer
 from rollfarm import rpc, telemetry
-from rollfarm.env import Observation
+from rollfarm.env import Environment, Observation, Step
 from rollfarm.errors import InvalidArgument, JournalUnavailable
-from rollfarm.v1 import engine_pb2, llm_proxy_pb2, llm_proxy_pb2_grpc, sample_buffer_pb2, trajectory_pb2
+from rollfarm.v1 import engine_pb2, llm_proxy_pb2, llm_proxy_pb2_grpc, trajectory_pb2
 from tests.env_manager.fakes import FakeBuffer, FakeProxy, FakeRewards, episode, serving, tokenizer, working
 
 TOKENIZER = tokenizer()
@@ -51,13 +50,11 @@ async def test_requests_of_parallel_episodes_travel_together():
 
 
 async def test_a_cancelled_lease_ends_its_episode_silently_and_frees_generation_and_slot():
-    buffer, proxy = FakeBuffer(lease_seconds=0.6), FakeProxy(silent)
+    buffer, proxy = FakeBuffer(), FakeProxy(silent)
     buffer.add(episode(settings=LAKE))
     async with serving(proxy.register) as address, working(buffer, address, slots=1):
         await proxy.until(lambda: bool(proxy.requests))
-        buffer.to_cancel.append(
-            sample_buffer_pb2.CancelledLease(lease_id="lease-0", outcome=trajectory_pb2.OUTCOME_CANCELLED)
-        )
+        buffer.cancel("lease-0")
         await proxy.until(lambda: proxy.cancelled == ["lease-0/0"])
         proxy.policy = left
         buffer.add(episode(settings=LAKE))
@@ -75,6 +72,36 @@ async def test_stopping_gives_every_lease_back_at_once():
 
     assert {failed.outcome for failed in buffer.failed.values()} == {trajectory_pb2.OUTCOME_CANCELLED}
     assert len(buffer.failed) == 3
+
+
+class ClosesLate(Environment):
+    """Closes when it is let go."""
+
+    let_go: asyncio.Event
+
+    async def reset(self, seed: int, index: int) -> str:
+        return "at 0 0"
+
+    async def step(self, action: str) -> Step:
+        return Step("at 0 0")
+
+    async def close(self) -> None:
+        await self.let_go.wait()
+
+
+async def test_a_lease_is_given_back_before_its_environment_has_closed():
+    ClosesLate.let_go = asyncio.Event()
+    buffer, proxy = FakeBuffer(), FakeProxy(silent)
+    buffer.add(episode(f"{__name__}:ClosesLate"))
+    async with serving(proxy.register) as address, working(buffer, address) as running:
+        await proxy.until(lambda: len(proxy.requests) == 1)
+        running.cancel()
+        try:
+            async with asyncio.timeout(10):
+                await buffer.ended()
+            assert not running.done()
+        finally:
+            ClosesLate.let_go.set()
 
 
 async def test_an_episode_rides_out_a_restart_of_the_proxy_and_asks_again_under_the_same_name():
@@ -132,10 +159,10 @@ async def test_an_episode_is_one_trace_in_every_service_that_it_calls():
 
 async def test_a_bug_in_an_episode_fails_it_alone_and_says_what_it_was():
     class Broken(Renderer):
-        def opening(self, shown: Observation) -> Sequence[Span]:
+        def begin(self, shown: Observation) -> Conversation:
             if shown.text.startswith("what is"):
                 raise RuntimeError("a hole in the template")
-            return super().opening(shown)
+            return super().begin(shown)
 
     buffer, proxy = FakeBuffer(), FakeProxy(left)
     buffer.add(episode("arithmetic"))

@@ -58,7 +58,7 @@ def test_the_demo_learns_with_separate_services_that_talk_through_sockets_alone(
 
 
 def test_the_negative_control_fails_the_same_threshold(start_farm: StartFarm):
-    farm = start_farm(DEMO, "--trainer.shuffle_advantages", "true")
+    farm = start_farm(DEMO, "--trainer.shuffle_scores", "true")
 
     status, summary = farm.finish(seconds=500)
 

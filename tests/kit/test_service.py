@@ -1,8 +1,10 @@
 """The kit's server and client over real sockets."""
 
 import asyncio
+import gc
 import logging
 import socket
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager
 
@@ -12,7 +14,8 @@ import structlog
 from rollfarm import rpc, telemetry
 from rollfarm.config import Listen, Telemetry
 from rollfarm.errors import DeadlineExceeded, JournalUnavailable, Unavailable, UnknownRun
-from rollfarm.service import Changed, PortInUse, run, serve
+from rollfarm.ports import free_port
+from rollfarm.service import Changed, PortInUse, calm_collector, run, serve
 from rollfarm.v1 import engine_pb2, engine_pb2_grpc
 from rollfarm.v1 import trainer_pb2 as pb
 from rollfarm.v1 import trainer_pb2_grpc as grpc_stubs
@@ -128,6 +131,23 @@ async def test_without_retry_the_first_unavailable_is_raised():
     assert trainer.calls == 1
 
 
+async def test_a_new_channel_does_not_wait_out_the_backoff_of_an_older_one():
+    port = free_port()
+    address = f"{LOOPBACK.host}:{port}"
+    async with rpc.channel(address) as refused:
+        stub = grpc_stubs.TrainerServiceStub(refused)
+        with pytest.raises(Unavailable):
+            await rpc.call(stub.GetProgress, pb.GetProgressRequest(), timeout=10, retry=False)
+        trainer = Trainer()
+
+        async with serving(trainer, Listen(port=port)), rpc.channel(address) as channel:
+            stub = grpc_stubs.TrainerServiceStub(channel)
+            with pytest.raises(JournalUnavailable):
+                await rpc.call(stub.GetProgress, pb.GetProgressRequest(), timeout=10, retry=False)
+
+    assert trainer.calls == 1
+
+
 async def test_a_deadline_is_enforced_and_passed_on():
     trainer = Trainer()
     async with serving(trainer) as address, rpc.channel(address) as channel:
@@ -167,6 +187,18 @@ async def test_what_is_detached_from_a_call_outlives_its_deadline():
     assert await asyncio.create_task(left()) <= 5
     assert await asyncio.create_task(left(), context=rpc.detached()) == 1000
     assert rpc.detached()[telemetry.trace_id] == telemetry.trace_id.get()
+
+
+async def test_a_burst_of_calls_is_answered_in_its_turn():
+    trainer = Trainer()
+    trainer.calls = 3
+    async with serving(trainer) as address, rpc.channel(address) as channel:
+        stub = grpc_stubs.TrainerServiceStub(channel)
+        calls = [rpc.call(stub.GetProgress, pb.GetProgressRequest(), timeout=60, retry=False) for _ in range(3000)]
+
+        answers = await asyncio.gather(*calls)
+
+    assert {answer.run_id for answer in answers} == {"run"}
 
 
 async def test_a_service_that_is_away_is_unavailable():
@@ -255,3 +287,45 @@ async def test_who_has_waited_longest_is_served_first():
             await asyncio.sleep(0)
 
     assert served == list(range(20))
+
+
+def test_a_calm_collector_leaves_what_is_there_alone_and_still_finds_young_cycles():
+    class Node:
+        pass
+
+    before = gc.get_threshold()
+    try:
+        calm_collector()
+
+        node = Node()
+        node.itself = node  # pyright: ignore[reportAttributeAccessIssue]
+        gone = weakref.ref(node)
+        del node
+        young = [[] for _ in range(2 * gc.get_threshold()[0])]
+
+        assert gone() is None, len(young)
+        assert gc.get_freeze_count() > 0
+        assert gc.get_threshold()[2] > before[2]
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()
+
+
+def test_where_old_cycles_may_come_up_the_collector_looks_at_all_more_often():
+    class Node:
+        pass
+
+    before = gc.get_threshold()
+    try:
+        calm_collector(looks=1)
+        node = Node()
+        node.itself = node  # pyright: ignore[reportAttributeAccessIssue]
+        gone = weakref.ref(node)
+        gc.collect(1)  # it is old now
+        del node
+        kept = [[] for _ in range(5 * 20 * gc.get_threshold()[0])]
+
+        assert gone() is None, len(kept)
+    finally:
+        gc.set_threshold(*before)
+        gc.unfreeze()

@@ -16,11 +16,13 @@ from rollfarm.testing import simulated_logprob, simulated_token
 from rollfarm.v1 import engine_pb2, llm_proxy_pb2, llm_proxy_pb2_grpc, trajectory_pb2
 
 SECONDS = 20.0
+OWN_FIELDS = ("min_version", "exact_version", "priority", "tenant")
+"""Fields of ProxiedGeneration, beside the generation."""
 
 
 def asked(request_id: str, *, prompt: list[int] | None = None, max_tokens: int = 4, **more: Any) -> Any:
     """A request; `more` are fields of Sampling, of Generation (session_id, trace_id) or of ProxiedGeneration."""
-    own = {name: more.pop(name) for name in ("min_version", "exact_version", "priority") if name in more}
+    own = {name: more.pop(name) for name in OWN_FIELDS if name in more}
     ids = {name: more.pop(name) for name in ("session_id", "trace_id") if name in more}
     table: dict[str, Any] = {"temperature": 1.0, **more}
     sampling = trajectory_pb2.Sampling(max_tokens=max_tokens, **table)
@@ -52,6 +54,7 @@ class Proxy:
 
     stub: Any
     fleet: Fleet
+    address: str = ""
 
     async def generate(self, generation: Any, timeout: float = SECONDS) -> Any:
         request = llm_proxy_pb2.GenerateRequest(generation=generation)
@@ -127,8 +130,9 @@ async def run_proxy(*engines: str, **settings: Any) -> AsyncIterator[Proxy]:
         )
     )
     try:
-        async with rpc.channel(f"127.0.0.1:{await port}") as channel:
-            yield Proxy(llm_proxy_pb2_grpc.LlmProxyServiceStub(channel), fleet)
+        address = f"127.0.0.1:{await port}"
+        async with rpc.channel(address) as channel:
+            yield Proxy(llm_proxy_pb2_grpc.LlmProxyServiceStub(channel), fleet, address)
     finally:
         stop.set()
         await serving

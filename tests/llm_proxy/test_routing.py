@@ -85,7 +85,7 @@ def test_only_the_latest_sessions_are_remembered() -> None:
         world.ask(name, session_id=name)
     world.step()
 
-    assert list(world.router._sessions) == ["y", "z"]  # pyright: ignore[reportPrivateUsage]
+    assert world.router._choice.sessions.keys == ["y", "z"]  # pyright: ignore[reportPrivateUsage]
 
 
 def test_oversubscription_gives_an_engine_more_than_its_slots() -> None:

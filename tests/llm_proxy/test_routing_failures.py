@@ -223,7 +223,7 @@ def test_cancelled_requests_do_not_pile_up_in_the_line() -> None:
 
     line = world.router._line  # pyright: ignore[reportPrivateUsage]
     assert len(line) == 0
-    assert len(line._heap) < 200  # pyright: ignore[reportPrivateUsage]
+    assert not line._lines  # pyright: ignore[reportPrivateUsage]
 
 
 def test_nothing_is_given_out_while_the_gate_is_closed() -> None:
@@ -261,7 +261,7 @@ def test_an_engine_that_is_brought_up_to_date_serves() -> None:
     world.router.served({"late": "late"}, 5, world.now)
 
     assert world.router.engine("late").state == SERVING
-    assert world.router.revision == before + 1
+    assert world.router.revision > before
 
 
 def test_an_engine_that_was_restarted_after_it_applied_a_version_does_not_serve_it() -> None:

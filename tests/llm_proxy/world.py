@@ -2,13 +2,19 @@
 
 from typing import Any
 
-from llm_proxy.routing import Router, RoutingSettings
+from llm_proxy.routing import Router
+from llm_proxy.settings import RoutingSettings
 from rollfarm import tokens
+from rollfarm.errors import EngineFailed, to_failure
 from rollfarm.v1 import engine_pb2, llm_proxy_pb2, trajectory_pb2
 
 STOP = trajectory_pb2.FINISH_REASON_STOP
 LENGTH = trajectory_pb2.FINISH_REASON_LENGTH
 ABORT = trajectory_pb2.FINISH_REASON_ABORT
+
+
+OWN_FIELDS = ("min_version", "exact_version", "priority", "tenant")
+"""Fields of ProxiedGeneration, beside the generation."""
 
 
 class Client:
@@ -21,7 +27,7 @@ class Client:
 
 
 class World:
-    """A router with its clock and its client; what was sent to engines, and what was cancelled there."""
+    """A router with its clock and its client; what was sent to engines, what was cancelled there, and which left."""
 
     def __init__(self, **settings: Any) -> None:
         self.router = Router(RoutingSettings(**settings))
@@ -29,6 +35,7 @@ class World:
         self.now = 0.0
         self.sent: list[tuple[str, Any]] = []
         self.cancelled: list[tuple[str, str]] = []
+        self.left: list[str] = []
 
     def engine(self, name: str, *, version: int = 0, slots: int = 1, context: int = 100, instance: str = "") -> None:
         status = engine_pb2.EngineServiceGetStatusResponse(
@@ -51,9 +58,31 @@ class World:
         new = [(engine, generation) for engine, batch in effects.sends.items() for generation in batch]
         self.sent += new
         self.cancelled += [(engine, wire) for engine, wires in effects.cancels.items() for wire in wires]
+        self.left += effects.left
         for waiter, result in effects.answers:
             waiter.answer(result)
         return [f"{generation.request_id.split('~')[0]}@{engine}" for engine, generation in new]
+
+    def wait(self, seconds: float) -> list[str]:
+        """What was sent when so much time had passed, with a step at every deadline as the fleet makes them."""
+        sent: list[str] = []
+        until = self.now + seconds
+        while (deadline := self.router.next_deadline) is not None and deadline <= until:
+            self.now = max(self.now, deadline)
+            sent += self.step()
+        self.now = until
+        return sent + self.step()
+
+    def fail(self, engine: str, wire_id: str) -> list[str]:
+        """The engine fails a request in a way that may pass."""
+        broken = engine_pb2.GenerationChunk(request_id=wire_id)
+        broken.failure.CopyFrom(to_failure(EngineFailed("Out of memory.")))
+        self.router.receive(engine, broken, self.now)
+        return self.step()
+
+    def last_wire_id(self) -> str:
+        """Of what was sent last."""
+        return self.sent[-1][1].request_id
 
     def tell(self, engine: str, wire_id: str, ids: list[int], *, version: int = 0, reason: int = 0) -> list[str]:
         self.router.receive(engine, chunk(wire_id, ids, version=version, reason=reason), self.now)
@@ -61,7 +90,7 @@ class World:
 
 
 def asked(request_id: str, max_tokens: int = 4, **more: Any) -> Any:
-    own = {name: more.pop(name) for name in ("min_version", "exact_version", "priority") if name in more}
+    own = {name: more.pop(name) for name in OWN_FIELDS if name in more}
     prompt = more.pop("prompt", [1, 2])
     session_id = more.pop("session_id", "")
     return llm_proxy_pb2.ProxiedGeneration(

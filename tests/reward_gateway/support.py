@@ -1,9 +1,12 @@
 """Episodes and gateways for reward_gateway's tests."""
 
-from collections.abc import AsyncIterator, Callable
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
+from aiohttp import web
 from grpc import aio
 
 from reward_gateway.config import RewardGatewayConfig
@@ -18,7 +21,7 @@ POLICY = trajectory_pb2.AUTHOR_POLICY
 
 
 def episode(*answers: str, reference: str = "", domain: str = "d", steps: tuple[float, ...] = ()) -> Any:
-    turns = [reward_gateway_pb2.ScoredTurn(author=POLICY, text=answer) for answer in answers]
+    turns = [trajectory_pb2.ScoredTurn(author=POLICY, text=answer) for answer in answers]
     for turn, reward in zip(turns, steps, strict=False):
         turn.step_reward = reward
     return reward_gateway_pb2.ScoredEpisode(
@@ -45,16 +48,54 @@ async def serving(register: Callable[[aio.Server], None]) -> AsyncIterator[str]:
         await server.stop(grace=None)
 
 
-Score = Callable[[Any], Any]
+@dataclass
+class Asked:
+    """A gateway on a socket."""
+
+    stub: Any
+
+    async def __call__(self, episode: Any, *, timeout: float = 30, **more: Any) -> reward_gateway_pb2.ScoreResponse:
+        return await rpc.call(
+            self.stub.Score, reward_gateway_pb2.ScoreRequest(episode=episode, **more), timeout=timeout
+        )
+
+    async def status(self) -> reward_gateway_pb2.RewardGatewayServiceGetStatusResponse:
+        request = reward_gateway_pb2.RewardGatewayServiceGetStatusRequest()
+        return await rpc.call(self.stub.GetStatus, request, timeout=30)
+
+    async def until(self, ready: Callable[[reward_gateway_pb2.DomainStatus], bool]) -> None:
+        """Wait for the first domain to be so."""
+        async with asyncio.timeout(30):
+            while not ready((await self.status()).domains[0]):  # noqa: ASYNC110 - the contract has no way to wait
+                await asyncio.sleep(0.01)
 
 
 @asynccontextmanager
-async def scoring(config: RewardGatewayConfig) -> AsyncIterator[Score]:
-    """A gateway on a socket; yields how to ask it."""
+async def scoring(config: RewardGatewayConfig) -> AsyncIterator[Asked]:
     async with open_gateway(config) as gateway, serving(gateway.register) as address, rpc.channel(address) as channel:
-        stub = reward_gateway_pb2_grpc.RewardGatewayServiceStub(channel)
+        yield Asked(reward_gateway_pb2_grpc.RewardGatewayServiceStub(channel))
 
-        async def score(episode: Any) -> reward_gateway_pb2.ScoreResponse:
-            return await rpc.call(stub.Score, reward_gateway_pb2.ScoreRequest(episode=episode), timeout=30)
 
-        yield score
+@asynccontextmanager
+async def answering(handler: Callable[[str], str | Awaitable[str]]) -> AsyncIterator[str]:
+    """The base URL of an OpenAI-compatible endpoint whose model answers the user's last words as `handler` does."""
+
+    async def complete(request: web.Request) -> web.Response:
+        said = handler((await request.json())["messages"][-1]["content"])
+        words = said if isinstance(said, str) else await said
+        choice = {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": words}}
+        return web.json_response(
+            {"id": "1", "object": "chat.completion", "created": 1, "model": "judge", "choices": [choice]}
+        )
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", complete)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        host, port = runner.addresses[0][:2]
+        yield f"http://{host}:{port}/v1"
+    finally:
+        await runner.cleanup()

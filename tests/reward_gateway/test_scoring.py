@@ -1,7 +1,10 @@
 import math
+import tomllib
+from pathlib import Path
 
 import pytest
 
+from reward_gateway.config import RewardGatewayConfig
 from reward_gateway.rewards import REWARDS
 from reward_gateway.rewards.environment import environment
 from reward_gateway.rewards.exact import exact
@@ -9,7 +12,8 @@ from reward_gateway.rewards.maths import maths
 from reward_gateway.scoring import Here, InWorker, Share, combine, plan, shares_of
 from rollfarm.config import ConfigError
 from rollfarm.errors import RewardFailed, UnknownDomain
-from rollfarm.reward import Episode, Score, Turn, read_episode, read_score
+from rollfarm.registry import settings_model
+from rollfarm.reward import Episode, Score, Turn, is_pure, read_episode, read_score
 from tests.reward_gateway.support import OWN, config, episode
 
 
@@ -125,7 +129,7 @@ def test_a_plan_knows_who_computes_each_reward():
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
-        ({"name": "exat"}, "Did you mean 'exact'\\? Known: environment, exact, maths"),
+        ({"name": "exat"}, "Did you mean 'exact'\\? Known: choice, code, environment, exact, "),
         (
             {"name": "exact", "settings": {"case_sensible": 1}},
             "unknown setting 'case_sensible'. Did you mean 'case_sensitive'",
@@ -162,3 +166,28 @@ def test_an_episode_reaches_a_reward_function_whole():
 
 def test_every_built_in_reward_says_what_it_does():
     assert all(reward.__doc__ for reward in REWARDS.values())
+
+
+def test_the_documented_run_of_several_domains_is_one():
+    page = (Path(__file__).parents[2] / "docs/rewards.md").read_text()
+    example = tomllib.loads(page.split("```toml")[-1].split("```")[0])
+
+    shares = plan(RewardGatewayConfig.model_validate(example["reward_gateway"]))
+
+    assert list(shares) == ["maths", "programming", "following", "facts", "chat"]
+
+
+def test_scores_that_are_remembered_are_those_of_functions_of_the_episode_that_take_time():
+    slow = {"code", "instructions", "json_schema", "maths", "reasoning_gym", "regex"}
+
+    assert {name for name, function in REWARDS.items() if is_pure(function)} == slow
+
+
+def test_every_built_in_reward_and_each_of_its_settings_is_documented():
+    page = (Path(__file__).parents[2] / "docs/rewards.md").read_text()
+    rows = {line.split("`")[1]: line for line in page.splitlines() if line.startswith("| `")}
+
+    assert set(REWARDS) <= set(rows)
+    inherited = {"judge_pairs", "judge_reference"}  # "the same" as judge
+    for name in set(REWARDS) - inherited:
+        assert all(f"`{setting}`" in rows[name] for setting in settings_model(REWARDS[name]).model_fields), name

@@ -5,13 +5,16 @@ import re
 import subprocess
 import sys
 
+import psutil
 import pytest
 
 from reward_gateway.pool import WorkerPool
+from reward_gateway.timeouts import Timeout
 from reward_gateway.wiring import open_gateway
 from rollfarm import rpc
 from rollfarm.errors import RewardFailed, UnknownDomain
-from rollfarm.reward import Episode, RewardServicer
+from rollfarm.reward import Episode
+from rollfarm.reward_server import RewardServicer
 from tests.reward_gateway.support import OWN, config, episode, scoring, serving
 
 
@@ -71,27 +74,10 @@ async def test_a_reward_that_takes_its_worker_down_fails_and_the_worker_is_repla
     assert response.reward == 1.0
 
 
-@pytest.mark.parametrize(
-    ("reward", "cause"),
-    [("not_a_number", "the score is nan, not a finite number"), ("not_anything", "the score is str, not a number")],
-)
-async def test_a_worthless_value_is_a_failure_and_never_zero(reward: str, cause: str):
-    async with scoring(config({"name": f"{OWN}:{reward}"})) as score:
-        with pytest.raises(RewardFailed, match=cause):
-            await score(episode("a"))
-
-
 async def test_a_reward_that_raises_says_what():
     async with scoring(config({"name": "exact"})) as score:
         with pytest.raises(RewardFailed, match="Reward exact raised ValueError: environment 'quiz' gives no reference"):
             await score(episode("a"))
-
-
-async def test_a_reward_that_prints_does_not_disturb_its_pipe():
-    async with scoring(config({"name": f"{OWN}:prints"})) as score:
-        values = [(await score(episode("a"))).reward for _ in range(2)]
-
-    assert values == [0.25, 0.25]
 
 
 async def test_an_async_reward_that_is_late_fails():
@@ -101,37 +87,59 @@ async def test_an_async_reward_that_is_late_fails():
             await score(episode("a"))
 
 
+async def ask(pool: WorkerPool, reward: str, answer: str) -> float:
+    patient = Timeout(least=30, factor=1, most=30, window=1)
+    scores = await pool.score(f"{OWN}:{reward}", {}, [episode(answer)], patient)
+    return scores[0].value
+
+
 async def test_a_caller_that_gives_up_leaves_no_stale_answer_behind():
     async with WorkerPool(1) as pool:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.3):
-                await pool.score(f"{OWN}:hangs", {}, episode("hang"), timeout=30)
-        verdict = await pool.score(f"{OWN}:length", {}, episode("four"), timeout=30)
+                await ask(pool, "hangs", "hang")
+        value = await ask(pool, "length", "four")
 
-    assert verdict.value == 4.0
+    assert value == 4.0
 
 
 async def test_a_caller_that_gives_up_while_a_new_worker_starts_leaves_no_stale_answer_behind():
     async with WorkerPool(1) as pool:
         with pytest.raises(RewardFailed, match="took its worker down"):
-            await pool.score(f"{OWN}:dies", {}, episode("die"), timeout=30)
-        given_up = asyncio.create_task(pool.score(f"{OWN}:length", {}, episode("one"), timeout=30))
+            await ask(pool, "dies", "die")
+        given_up = asyncio.create_task(ask(pool, "length", "one"))
         while pool._workers[0]._process is None:  # noqa: ASYNC110 - nothing tells that a process is being started
             await asyncio.sleep(0)
         given_up.cancel()
         await asyncio.wait([given_up])
-        values = [(await pool.score(f"{OWN}:length", {}, episode(said), timeout=30)).value for said in ("four", "fi")]
+        values = [await ask(pool, "length", said) for said in ("four", "fi")]
 
     assert values == [4.0, 2.0]
 
 
-async def test_an_answer_to_another_question_is_a_failure_and_never_a_score():
-    async with WorkerPool(1) as pool:
-        with pytest.raises(RewardFailed, match="took its worker down"):
-            await pool.score(f"{OWN}:answers_for_others", {}, episode("a"), timeout=30)
-        verdict = await pool.score(f"{OWN}:length", {}, episode("four"), timeout=30)
+async def test_the_wait_for_a_worker_is_bounded():
+    async with WorkerPool(1, wait_seconds=0.2) as pool:
+        busy = asyncio.create_task(ask(pool, "hangs", "hang"))
+        while not pool._idle.empty():  # noqa: ASYNC110 - nothing tells that a worker is busy
+            await asyncio.sleep(0)
+        with pytest.raises(RewardFailed, match=r"waited 0\.2 s for one of 1 workers"):
+            await ask(pool, "length", "four")
+        busy.cancel()
+        await asyncio.wait([busy])
 
-    assert verdict.value == 4.0
+
+async def test_what_a_reward_does_in_its_worker_is_its_own_failure_and_disturbs_no_other():
+    async with WorkerPool(1) as pool:
+        with pytest.raises(RewardFailed, match="the score is nan, not a finite number"):
+            await ask(pool, "not_a_number", "a")
+        with pytest.raises(RewardFailed, match="the score is str, not a number"):
+            await ask(pool, "not_anything", "a")
+        printed = [await ask(pool, "prints", "a") for _ in range(2)]
+        with pytest.raises(RewardFailed, match="took its worker down"):
+            await ask(pool, "answers_for_others", "a")
+        value = await ask(pool, "length", "four")
+
+    assert (printed, value) == ([0.25, 0.25], 4.0)
 
 
 def brevity(episode: Episode) -> float:
@@ -157,15 +165,15 @@ async def test_an_external_scorer_that_is_away_is_a_failure_with_its_address():
 
 
 async def test_no_worker_is_started_where_none_is_needed():
-    async with open_gateway(config({"name": "exact"}, {"name": f"{OWN}:patient"})) as gateway:
-        assert gateway._pool is None
+    async with open_gateway(config({"name": "exact"}, {"name": f"{OWN}:patient"})):
+        started = [child for child in psutil.Process().children() if "reward_gateway.worker" in child.cmdline()]
+
+    assert started == []
 
 
-def test_the_gateway_itself_imports_no_sympy():
-    code = (
-        "import sys, reward_gateway.wiring, reward_gateway.__main__\n"
-        "assert not {'sympy', 'math_verify', 'torch', 'transformers'} & set(sys.modules)"
-    )
+def test_the_gateway_itself_imports_nothing_heavy():
+    heavy = {"sympy", "math_verify", "jsonschema", "langdetect", "openai", "reasoning_gym", "torch", "transformers"}
+    code = f"import sys, reward_gateway.wiring, reward_gateway.__main__\nassert not {heavy} & set(sys.modules)"
 
     subprocess.run([sys.executable, "-c", code], check=True)
 

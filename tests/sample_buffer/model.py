@@ -50,6 +50,9 @@ class Model:
         self.episodes: list[Episode] = []
         self.groups: list[str] = []
         """State of each group ever admitted."""
+        self.moved: list[float] = []
+        """When something happened to it last, while it is open."""
+        self.now = 0.0
         self.batches: list[list[int]] = []
         """Groups of each step ever taken."""
         self.version = self.trained = self.committed = self.lease_count = self.finish_count = 0
@@ -87,9 +90,13 @@ class Model:
             free = min(free, (self.spec.step_count - len(self.batches)) * self.spec.batch_groups)
         return free
 
-    def admissible(self) -> int:
+    def room(self) -> int:
+        """Groups that may be admitted; less than 0 where too many are open or ready."""
         wanted = self.free() + self.spec.redundant_groups if self.free() > 0 else 0
-        return max(0, wanted - len(self.in_state("open", "ready")))
+        return wanted - len(self.in_state("open", "ready"))
+
+    def admissible(self) -> int:
+        return max(0, self.room())
 
     def readable(self) -> list[str]:
         """Trajectories that are still retained, oldest first."""
@@ -99,29 +106,51 @@ class Model:
 
     # Episodes.
 
-    def lease(self, worker: str, most: int, worlds: list[str], now: float) -> list[Episode]:
+    def lease(self, worker: str, most: int, worlds: list[str], excluded: list[str]) -> list[Episode]:
         leased: list[Episode] = []
         while len(leased) < most:
-            known = [e for e in self.episodes if not worlds or self.spec.domains[e.domain].environment in worlds]
-            pending = [e for e in known if e.state == "pending"]
+            known = [e for e in self.episodes if not worlds or self._world(e) in worlds]
+            pending = [e for e in known if e.state == "pending" and self._world(e) not in excluded]
             if pending:
                 leased.append(min(pending, key=lambda e: not e.validation))
-                self._lend(leased[-1], worker, now)
+                self._lend(leased[-1], worker, self.now)
             elif self.admissible():
                 self._admit()
+            elif neglected := self._neglected(excluded):
+                self._drop(neglected[0], "failed")
             else:
                 break
         return leased
+
+    def _world(self, e: Episode) -> str:
+        return self.spec.domains[e.domain].environment
+
+    def _neglected(self, excluded: list[str]) -> list[int]:
+        if self.room() < 0 or all(domain.environment in excluded for domain in self.spec.domains):
+            return []
+        return [
+            index
+            for index in self.in_state("open")
+            if self.moved[index] + self.lease_seconds <= self.now
+            and not self.of(index, "leased")
+            and self._world(self.of(index, "pending", "done", "failed")[0]) in excluded
+        ]
+
+    def _move(self, e: Episode) -> None:
+        if not e.validation:
+            self.moved[e.index] = self.now
 
     def _lend(self, e: Episode, worker: str, now: float) -> None:
         e.state, e.attempts, e.lease, e.worker = "leased", e.attempts + 1, f"nonce-{self.lease_count}", worker
         e.leased_at, e.end = self.version, now + self.lease_seconds
         self.lease_count += 1
+        self._move(e)
 
     def _admit(self) -> None:
         index = len(self.groups)
         domains = smooth([domain.weight for domain in self.spec.domains], index + 1)
         self.groups.append("open")
+        self.moved.append(self.now)
         for member in range(self.spec.group_size + self.spec.redundant_members):
             self.episodes.append(Episode("", index, member, domains[-1], domains[:-1].count(domains[-1])))
 
@@ -131,7 +160,9 @@ class Model:
         for lease in leases:
             if lease in alive:
                 alive[lease].end = now + self.lease_seconds
-        return [(lease, self.ended.get(lease) == "stale") for lease in leases if lease not in alive]
+        handed_in = {lease for lease in leases if self.ended.get(lease) in ("completed", "failed")}
+        gone = [lease for lease in leases if lease not in alive and lease not in handed_in]
+        return [(lease, self.ended.get(lease) == "stale") for lease in gone]
 
     def complete(self, lease: str, trajectory: str, reward: float, oldest: int, tokens: int) -> str:
         e = next((e for e in self.out() if e.lease == lease), None)
@@ -142,6 +173,7 @@ class Model:
         if trajectory in self.readable():
             raise Refused("InvalidTrajectory")
         self.ended[lease] = "completed"
+        self._move(e)
         if not e.validation and self.version - oldest > self.bound:
             self.outcomes["OUTCOME_STALE"] += 1
             e.state = "pending"
@@ -190,6 +222,7 @@ class Model:
 
     def _fail(self, e: Episode, ending: str, *, counted: bool) -> bool:
         self.ended[e.lease] = ending
+        self._move(e)
         e.failures += counted
         e.state = "pending" if e.failures < self.spec.max_attempts else "failed"
         if not e.validation and len(self.of(e.index, "pending", "leased", "done")) < self.spec.group_size:
@@ -264,6 +297,7 @@ class Model:
             if not e.validation and e.leased_at < oldest and e.index not in stale:
                 self.ended[e.lease], e.state = "stale", "pending"
                 self.outcomes["OUTCOME_STALE"] += 1
+                self._move(e)
         for index in stale:
             self._drop(index, "stale")
         return len(stale)

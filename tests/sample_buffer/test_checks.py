@@ -40,6 +40,9 @@ BREAK_TRAJECTORY: dict[str, tuple[Callable[[tp.Trajectory], object], str]] = {
     "too few log-probs": (lambda t: setattr(t.turns[1], "logprobs", pack_logprobs([0.0])), "3 tokens and 1 log-probs"),
     "too many log-probs": (lambda t: setattr(t.turns[1], "logprobs", pack_logprobs([0.0] * 4)), "and 4 log-probs"),
     "no log-probs": (lambda t: t.turns[1].ClearField("logprobs"), "3 tokens and 0 log-probs"),
+    "no turns": (lambda t: t.ClearField("turns"), "no turns"),
+    "no prompt": (lambda t: t.turns.pop(0), "Turn 0 is the policy's and begins a segment"),
+    "a segment without a prompt": (lambda t: setattr(t.turns[1], "begins_segment", True), "Turn 1 is the policy's and"),
     "half a token": (lambda t: setattr(t.turns[1], "token_ids", b"abc"), "whole int32s"),
     "a NaN log-prob": (lambda t: setattr(t.turns[1], "logprobs", pack_logprobs([0, math.nan, 0])), "not finite"),
     "an infinite log-prob": (lambda t: setattr(t.turns[1], "logprobs", pack_logprobs([0, -math.inf, 0])), "not finite"),
@@ -78,6 +81,17 @@ def test_an_episode_without_a_policy_token_is_taken_as_of_its_lease() -> None:
     del trajectory.turns[1:]
 
     assert groups.complete(request_id(), held.lease_id, trajectory, 0.0)[0] == pb.DISPOSITION_ACCEPTED
+
+
+def test_a_trajectory_of_two_segments_is_taken_whole() -> None:
+    groups = make_groups(make_spec())
+    (held,) = lease(groups, 1)
+    trajectory = play(views.episode_lease(groups, held).episode, tokens=3)
+    trajectory.turns.extend(list(trajectory.turns))
+    trajectory.turns[2].begins_segment = True
+
+    assert groups.complete(request_id(), held.lease_id, trajectory, 0.0)[0] == pb.DISPOSITION_ACCEPTED
+    assert groups.state.policy_tokens == 6
 
 
 def test_a_trajectory_id_is_used_once() -> None:

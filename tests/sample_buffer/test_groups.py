@@ -440,3 +440,12 @@ def test_payloads_of_the_oldest_retired_groups_become_garbage() -> None:
     assert sorted(groups.fold.garbage) == sorted(f"nonce-{number}" for number in range(8))
     assert groups.state.retired_trajectories == 4
     assert len(groups.state.finished) == 8
+
+
+def test_a_lease_that_its_worker_handed_in_is_none_to_cancel() -> None:
+    groups = make_groups(make_spec())
+    done, given_back = lease(groups, 2)
+    complete(groups, done)
+    fail(groups, given_back)
+
+    assert groups.heartbeat("worker", [done.lease_id, given_back.lease_id], 0.0) == []

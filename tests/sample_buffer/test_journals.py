@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import copy
 import random
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager
 
 import pytest
@@ -106,6 +106,28 @@ async def test_more_records_and_payloads_than_a_page_are_read(valkey: Valkey) ->
 
     assert await read(journal) == [str(number).encode() for number in range(150)]
     assert len(await journal.payloads([str(number) for number in range(150)])) == 150
+    await journal.close()
+
+
+async def test_a_large_record_is_written_in_pieces(valkey: Valkey, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    write = asyncio.StreamWriter.writelines
+
+    def measured(writer: asyncio.StreamWriter, data: Iterable[bytes]) -> None:
+        piece = list(data)
+        sizes.append(sum(map(len, piece)))
+        write(writer, piece)
+
+    monkeypatch.setattr(asyncio.StreamWriter, "writelines", measured)
+    payloads = {f"lease-{number}": bytes([number]) * 9000 for number in range(200)}
+    journal = redis_journal(valkey)
+    await journal.open()
+
+    await journal.append(Record(b"[]", payloads))
+
+    assert sum(sizes) > 200 * 9000
+    assert max(sizes) < 150_000
+    assert await journal.payloads(list(payloads)) == payloads
     await journal.close()
 
 

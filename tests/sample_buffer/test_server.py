@@ -7,7 +7,7 @@ import prometheus_client
 import pytest
 from structlog.testing import capture_logs
 
-from rollfarm import rpc, service
+from rollfarm import rpc, service, times
 from rollfarm.config import Listen
 from rollfarm.errors import (
     InvalidTrajectory,
@@ -21,6 +21,8 @@ from rollfarm.errors import (
 )
 from rollfarm.v1 import sample_buffer_pb2 as pb
 from rollfarm.v1 import sample_buffer_pb2_grpc
+from rollfarm.v1 import trajectory_pb2 as tp
+from sample_buffer import wire
 from sample_buffer.config import SampleBufferConfig
 from sample_buffer.journal import MemoryJournal
 from sample_buffer.ledger import Ledger
@@ -36,6 +38,7 @@ class Served:
         self.ledger = ledger
         self.stop = stop
         self.stub = sample_buffer_pb2_grpc.SampleBufferServiceStub(channel)
+        self.channel = channel
 
     async def configure(
         self, *, alpha: float = 1.0, steps: int = 0, trainer: str = "trainer"
@@ -196,6 +199,63 @@ async def test_a_heartbeat_names_the_leases_that_are_gone(served: Served) -> Non
     assert [one.lease_id for one in answer.cancelled] == ["elsewhere-3"]
 
 
+def heartbeat(held: list[pb.EpisodeLease], seconds: float) -> pb.HeartbeatRequest:
+    return pb.HeartbeatRequest(
+        worker_id="worker", lease_ids=[one.lease_id for one in held], wait_duration=times.duration(seconds)
+    )
+
+
+async def test_a_heartbeat_that_waits_answers_as_soon_as_a_lease_is_to_be_cancelled(served: Served) -> None:
+    await served.configure()
+    held = await lease_all(served.stub)
+    waiting = asyncio.create_task(rpc.call(served.stub.Heartbeat, heartbeat(held, 30), timeout=40))
+    await complete_all(served.stub, held[:1])
+    await served.publish(1)
+    assert not waiting.done()
+
+    await served.publish(2)
+
+    answer = await asyncio.wait_for(waiting, 5)
+    told = [(one.lease_id, one.outcome) for one in answer.cancelled]
+    assert told == [(one.lease_id, tp.OUTCOME_STALE) for one in held[1:]]
+
+
+async def test_a_heartbeat_that_waits_in_vain_says_so_in_time_and_has_extended_its_leases_once(served: Served) -> None:
+    await served.configure()
+    held = await lease_all(served.stub)
+    began = served.ledger.now()
+
+    answer = await rpc.call(served.stub.Heartbeat, heartbeat(held, 0.3), timeout=20)
+
+    ended = served.ledger.now()
+    lasting = {end - 30.0 for end in served.ledger.runs.run("").fold.expiry.values()}
+    assert len(answer.cancelled) == 0
+    assert ended - began >= 0.3
+    assert began <= min(lasting) <= max(lasting) <= ended - 0.3
+
+
+async def test_heartbeats_that_wait_end_when_the_service_stops(served: Served) -> None:
+    await served.configure()
+    held = await lease_all(served.stub)
+    waiting = asyncio.create_task(rpc.call(served.stub.Heartbeat, heartbeat(held, 60), timeout=60))
+    await served.status()
+
+    served.stop.set()
+
+    async with asyncio.timeout(5):
+        assert not (await waiting).cancelled
+
+
+async def test_what_a_worker_excludes_it_is_not_given(served: Served) -> None:
+    await served.configure()
+    request = pb.LeaseEpisodesRequest(request_id=request_id(), worker_id="w", max_leases=1)
+    request.excluded_environments.append("sums")
+    waiting = asyncio.create_task(rpc.call(served.stub.LeaseEpisodes, request, timeout=0.5))
+
+    assert not (await waiting).leases
+    assert len(await lease_all(served.stub)) == 8
+
+
 async def test_trajectories_and_their_lineage_can_be_read(served: Served) -> None:
     await served.configure()
     await complete_all(served.stub, (await lease_all(served.stub))[:3])
@@ -260,6 +320,32 @@ async def test_of_many_episodes_each_is_taken_or_refused_by_itself(served: Serve
     assert "max_trajectory_bytes" in str(error)
     assert list(repeated) == [taken, nan, too_large]
     assert (await served.status()).episode_counts == {"pending": 0, "leased": 7, "done": 1}
+
+
+async def test_a_trajectory_is_kept_byte_for_byte_and_one_that_is_none_is_refused(served: Served) -> None:
+    await served.configure()
+    first, second, *_ = await lease_all(served.stub)
+    whole = play(first.episode)
+    head = play(first.episode)
+    head.ClearField("turns")
+    reordered = tp.Trajectory(turns=whole.turns).SerializeToString() + head.SerializeToString()
+    request = wire.COMPLETIONS(
+        completions=[
+            wire.COMPLETION(request_id=request_id(), lease_id=first.lease_id, trajectory=reordered),
+            wire.COMPLETION(request_id=request_id(), lease_id=second.lease_id, trajectory=reordered[:-1]),
+        ]
+    )
+    complete = served.channel.unary_unary(
+        f"/{SERVICE}/CompleteEpisodes", response_deserializer=pb.CompleteEpisodesResponse.FromString
+    )
+
+    taken, refused = (await rpc.call(complete, request.SerializeToString(), timeout=5)).results
+
+    assert reordered != whole.SerializeToString()
+    assert taken.completed.disposition == pb.DISPOSITION_ACCEPTED
+    assert served.ledger.payload(first.lease_id) == reordered
+    assert isinstance(error := from_failure(refused.failure), InvalidTrajectory)
+    assert "is not one on the wire" in str(error)
 
 
 async def test_metrics_are_read_from_the_state(served: Served) -> None:

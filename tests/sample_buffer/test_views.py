@@ -184,3 +184,12 @@ def test_a_group_larger_than_a_message_goes_on_in_the_next() -> None:
     assert len(sizes[1]) == 5
     assert max(sizes[130]) <= 130
     assert max(sizes[200]) <= 200
+
+
+def test_an_episode_says_how_many_members_complete_its_group() -> None:
+    groups = make_groups(make_spec(group_size=2, redundant_members=1))
+    groups.start_validation(request_id(), "v", 1, 0.0)
+
+    sizes = [views.episode_lease(groups, held).episode.group_size for held in lease(groups, 2)]
+
+    assert sizes == [1, 2]

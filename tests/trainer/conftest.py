@@ -72,10 +72,9 @@ def random_rows(count: int, *, seed: int = 0, vocabulary: int = 18) -> list[Row]
         length = int(dice.integers(4, 24))
         mask = dice.random(length) < 0.5
         mask[0], mask[-1] = False, True
-        logp = np.where(mask, dice.normal(-2.9, 0.3, length), 0).astype(np.float32)
-        rows.append(
-            Row(dice.integers(0, vocabulary, length).astype(np.int32), mask, logp, advantage=float(dice.normal()))
-        )
+        logp_P = dice.normal(-2.9, 0.3, mask.sum()).astype(np.float32)
+        advantage_P = np.full_like(logp_P, dice.normal())
+        rows.append(Row(dice.integers(0, vocabulary, length).astype(np.int32), mask, logp_P, advantage_P))
     return rows
 
 

@@ -3,7 +3,9 @@
 import hashlib
 import sys
 
-from llm_proxy.engine.receiver import GlooGroup, in_ram
+import torch
+
+from llm_proxy.engine.receiver import GlooGroup
 from rollfarm import buckets
 from rollfarm.errors import FarmError
 from rollfarm.v1 import engine_pb2, llm_proxy_pb2
@@ -13,8 +15,16 @@ SECONDS = 20.0
 
 def receive(group: GlooGroup, request: llm_proxy_pb2.BeginWeightUpdateRequest) -> dict[str, str]:
     """The hash of each tensor."""
-    _, tensors = group.receive(buckets.plan(request.tensors, request.bucket_size_bytes))
-    return {name: hashlib.sha256(tensor.numpy().tobytes()).hexdigest() for name, tensor in tensors}
+    plan = buckets.plan(request.tensors, request.bucket_size_bytes)
+    buffers = [torch.empty(bucket.size_bytes, dtype=torch.uint8) for bucket in plan]
+    group.receive(buffers)
+    held: dict[str, str] = {}
+    for bucket, buffer in zip(plan, buffers, strict=True):
+        flat = buffer.view(getattr(torch, bucket.dtype))
+        for slot in bucket.slots:
+            tensor = flat[slot.offset : slot.offset + slot.numel]
+            held[slot.name] = hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
+    return held
 
 
 def main() -> None:
@@ -27,7 +37,7 @@ def main() -> None:
         try:
             if verb == "join":
                 meeting = engine_pb2.WeightGroup.FromString(bytes.fromhex(payload))
-                group = GlooGroup(meeting, seconds=SECONDS, allocate=in_ram)
+                group = GlooGroup(meeting, seconds=SECONDS)
             elif verb == "stage" and group is not None:
                 held = receive(group, llm_proxy_pb2.BeginWeightUpdateRequest.FromString(bytes.fromhex(payload)))
             elif verb == "held":

@@ -64,6 +64,7 @@ class StandInProxy(llm_proxy_pb2_grpc.LlmProxyServiceServicer):
         self.receivers: dict[str, Receiver] = {}
         self.versions: dict[str, int] = {}
         self.begun: list[llm_proxy_pb2.BeginWeightUpdateRequest] = []
+        self.committed: list[llm_proxy_pb2.CommitWeightUpdateRequest] = []
         self.policy_version = 0
         self.address = ""
         self.changed = Changed()
@@ -125,6 +126,7 @@ class StandInProxy(llm_proxy_pb2_grpc.LlmProxyServiceServicer):
         holders = [name for name, version in self._staged.items() if version == request.policy_version]
         if not holders:
             raise WeightsNotStaged(f"No engine holds version {request.policy_version}.")
+        self.committed.append(request)
         self._staged.clear()
         self.versions.update(dict.fromkeys(holders, request.policy_version))
         self.policy_version = request.policy_version

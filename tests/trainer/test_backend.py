@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -28,12 +29,13 @@ def weights(backend: ReplicatedBackend) -> torch.Tensor:
 
 
 def with_logp(backend: ReplicatedBackend, rows: list[Row], *, temperature: float = 1.0) -> list[tuple[Row, np.ndarray]]:
-    """Each row with f32[T], the log-probabilities of its tokens: one padded batch, longest first."""
+    """Each row with f32[P], the log-probabilities of its tokens: one padded batch, longest first."""
     (batch,) = micro_batches(rows, 10_000, torch.device("cpu"))
     with torch.no_grad():
-        logp_RT, _ = logprobs.selected_logprobs(backend.model, batch.ids_RT, batch.mask_RT, temperature=temperature)
+        logp_P, _ = logprobs.selected_logprobs(backend.model, batch.ids_RT, batch.mask_RT, temperature=temperature)
     longest_first = sorted(rows, key=len, reverse=True)
-    return [(row, logp_T[: len(row)].numpy()) for row, logp_T in zip(longest_first, logp_RT, strict=True)]
+    parts = logp_P.split([row.policy_tokens for row in longest_first])
+    return [(row, part.numpy()) for row, part in zip(longest_first, parts, strict=True)]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -45,13 +47,12 @@ def test_log_probabilities_are_those_of_a_hugging_face_forward(
 
     found = with_logp(backend, rows, temperature=temperature)
 
-    for row, logp_T in found:
+    for row, logp_P in found:
         ids = torch.from_numpy(row.ids_T).long()[None]
         with torch.no_grad():
             all_logp = (reference(ids).logits[0, :-1] / temperature).log_softmax(-1)
         expected = all_logp.gather(-1, ids[0, 1:, None])[:, 0].numpy()
-        assert logp_T[1:][row.mask_T[1:]] == pytest.approx(expected[row.mask_T[1:]], abs=1e-5)
-        assert not logp_T[~row.mask_T].any()
+        assert logp_P == pytest.approx(expected[row.mask_T[1:]], abs=1e-5)
 
 
 def test_micro_batches_do_not_change_the_result(model_path: Path) -> None:
@@ -61,7 +62,8 @@ def test_micro_batches_do_not_change_the_result(model_path: Path) -> None:
     at_once, in_parts = step(whole, rows), step(split, rows)
 
     assert in_parts == pytest.approx(at_once, abs=1e-5)
-    assert torch.allclose(weights(whole), weights(split), atol=1e-5)
+    # Adam's first step magnifies what is left of gradients that cancel.
+    assert torch.allclose(weights(whole), weights(split), atol=1e-4)
 
 
 def test_logits_made_in_chunks_give_the_same_gradient(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,13 +78,15 @@ def test_logits_made_in_chunks_give_the_same_gradient(model_path: Path, monkeypa
 
 
 def test_tokens_with_a_good_advantage_become_likelier(backend: ReplicatedBackend) -> None:
-    rows = [Row(row.ids_T, row.mask_T, logp_T, advantage=1.0) for row, logp_T in with_logp(backend, random_rows(8))]
-    before = sum(logp_T.sum() for _, logp_T in with_logp(backend, rows))
+    rows = [
+        Row(row.ids_T, row.mask_T, logp_P, np.ones_like(logp_P)) for row, logp_P in with_logp(backend, random_rows(8))
+    ]
+    before = sum(logp_P.sum() for _, logp_P in with_logp(backend, rows))
 
     first = step(backend, rows)
 
     assert first["ratio"] == pytest.approx(1.0, abs=1e-6)
-    assert sum(logp_T.sum() for _, logp_T in with_logp(backend, rows)) > before
+    assert sum(logp_P.sum() for _, logp_P in with_logp(backend, rows)) > before
 
 
 def test_a_very_hot_policy_finds_every_token_equally_likely(backend: ReplicatedBackend) -> None:
@@ -97,7 +101,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_the_next_one_learns(
 ) -> None:
     rows = random_rows(8)
     before = weights(backend)
-    poisoned = [Row(rows[0].ids_T, rows[0].mask_T, rows[0].behavior_logp_T, advantage=poison), *rows[1:]]
+    poisoned = [replace(rows[0], advantage_P=np.full_like(rows[0].advantage_P, poison)), *rows[1:]]
 
     assert step(backend, poisoned)["skipped"] == 1
     assert torch.equal(weights(backend), before)

@@ -42,6 +42,19 @@ def test_what_was_paid_becomes_likelier_and_the_step_is_measured(model_path: Pat
     assert outcome.metrics["tokens"] == 24
 
 
+def test_segments_of_a_trajectory_are_trained_in_one_step_and_measured_together(model_path: Path) -> None:
+    learner, groups = make(model_path), [group("a", [1, 0]), group("b", [0, 1])]
+    for each in groups[0].trajectories:
+        again = list(each.turns)
+        each.turns.extend(again)
+        each.turns[len(again)].begins_segment = True
+
+    metrics = learner.learn(BATCH, groups).metrics
+
+    assert (metrics["tokens"], metrics["episode_segments"], metrics["episode_tokens"]) == (18, 1.5, 9)
+    assert metrics["zero_advantage_share"] == 0
+
+
 def test_the_policy_is_taken_at_the_temperature_of_the_samples(model_path: Path) -> None:
     def entropy(temperature: float) -> float:
         learner = make(model_path, temperature=temperature)
@@ -60,15 +73,15 @@ def test_groups_that_agree_teach_nothing(model_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(before.buffers, learner.snapshot(2).buffers, strict=True))
 
 
-def test_the_shuffled_control_deals_the_same_advantages_to_others(model_path: Path) -> None:
-    learner, control = make(model_path), make(model_path, shuffle_advantages=True)
-    rewards = torch.tensor([[1.0, 0, 0, 0], [0, 0, 3, 0]]).double()
+def test_the_shuffled_control_deals_the_same_scores_to_others(model_path: Path) -> None:
+    learner, control = make(model_path), make(model_path, shuffle_scores=True)
+    groups = [group("a", [1, 0, 0, 0]), group("b", [0, 0, 3, 0])]
 
-    dealt, shuffled = learner._advantages(rewards, 0), control._advantages(rewards, 0)
+    dealt, shuffled = learner._samples(groups, 0).reward_N.tolist(), control._samples(groups, 0).reward_N.tolist()
 
     assert sorted(dealt) == sorted(shuffled)
     assert dealt != shuffled
-    assert shuffled == control._advantages(rewards, 0)
+    assert shuffled == control._samples(groups, 0).reward_N.tolist()
 
 
 @pytest.mark.parametrize(

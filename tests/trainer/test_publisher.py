@@ -43,13 +43,16 @@ def expected(version: int) -> dict[str, str]:
 
 
 @asynccontextmanager
-async def publisher_to(proxy: StandInProxy, weights_host: str = "127.0.0.1") -> AsyncIterator[Publisher]:
+async def publisher_to(
+    proxy: StandInProxy, weights_host: str = "127.0.0.1", concurrent_engine_count: int = 0
+) -> AsyncIterator[Publisher]:
     async with rpc.channel(proxy.address) as channel:
         yield Publisher(
             llm_proxy_pb2_grpc.LlmProxyServiceStub(channel),
             Links(host=weights_host, port=0, timeout_seconds=10),
             mode="keep",
             transfer_timeout_seconds=10,
+            concurrent_engine_count=concurrent_engine_count,
         )
 
 
@@ -105,6 +108,17 @@ async def test_engines_hold_the_version_before_it_is_announced_and_serve_it_afte
             [True, True],
             [False, False],
         ]
+
+
+@pytest.mark.slow
+async def test_engines_change_as_many_at_a_time_as_was_asked_for() -> None:
+    async def announce() -> None: ...
+
+    async with serving_proxy() as proxy, publisher_to(proxy, concurrent_engine_count=1) as publisher:
+        proxy.attach("one", await Receiver.start())
+        await publisher.publish(snapshot(1), announce)
+
+        assert [request.concurrent_engine_count for request in proxy.committed] == [1]
 
 
 @pytest.mark.slow

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
-from llm_proxy.engine.receiver import GlooGroup, in_ram
+from llm_proxy.engine.receiver import GlooGroup
 from rollfarm import buckets
 from rollfarm.v1 import llm_proxy_pb2
 from tests.trainer.conftest import ROOT
@@ -101,9 +102,10 @@ async def test_both_ends_listen_where_the_other_can_reach_them() -> None:
 
     async def begin(request: llm_proxy_pb2.BeginWeightUpdateRequest) -> llm_proxy_pb2.BeginWeightUpdateResponse:
         (transfer,) = request.transfers
-        engine = await asyncio.to_thread(GlooGroup, transfer.group, seconds=10, allocate=in_ram)
+        engine = await asyncio.to_thread(GlooGroup, transfer.group, seconds=10)
         assert {address for address, _ in listening() - before} == {"127.0.0.2", "127.0.0.1"}
-        engine.receive(buckets.plan(request.tensors, request.bucket_size_bytes))
+        plan = buckets.plan(request.tensors, request.bucket_size_bytes)
+        engine.receive([torch.empty(bucket.size_bytes, dtype=torch.uint8) for bucket in plan])
         result = llm_proxy_pb2.EngineTransferResult(engine_id=transfer.engine_id)
         return llm_proxy_pb2.BeginWeightUpdateResponse(results=[result])
 

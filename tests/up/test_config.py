@@ -81,6 +81,17 @@ def changed(farm_file: Path, old: str, new: str) -> str:
         ),
         ("", "[trainer]\ndevice = 'cdua'", "trainer.device: 'cdua' is no device. Did you mean 'cuda'?"),
         ("", "[trainer.warm_start]\ndata = 'nowhere'", "trainer.warm_start.data: nowhere: no such file."),
+        (
+            "",
+            "[env_manager.agents.lake]\ncommand = ['agent']",
+            "env_manager.agents: agents speak HTTP, which llm_proxy does not serve.",
+        ),
+        (
+            "",
+            "[llm_proxy.http]\nenabled = true\n[env_manager.agents.lak]\ncommand = ['agent']",
+            "env_manager.agents: 'lak' is no domain of the run. Did you mean 'lake'?",
+        ),
+        ("", "[env_manager.agents.lake]\nseconds = 5", "name a command, an image, or both."),
         ("", "[engine]\nadapter = 'vlm'", "engine.adapter: unknown value 'vlm'. Did you mean 'vllm'?"),
         ("", "[engine]\nadapter = 'vllm'\nvllm.python = '/nope'", "engine.vllm.python: /nope does not exist."),
         ("", "[sample_buffer]\njournal = 'redsi://x'", "'redsi:' is no journal. Did you mean 'redis://'?"),

@@ -43,6 +43,15 @@ def test_every_service_reads_the_config_as_used_and_is_told_its_ports(farm_file,
     assert flag(trainer.argv, "--trainer.llm_proxy_address") == "127.0.0.1:7801"
 
 
+def test_agents_find_llm_proxy_at_a_port_of_the_farm_s_own_where_its_http_is_enabled(farm_file) -> None:
+    without = planned(farm_file, "--up.base_port", "7800")
+    farm = planned(farm_file, "--up.base_port", "7800", "--llm_proxy.http.enabled", "true")
+
+    llm_proxy = next(spec for spec in farm.specs if spec.name == "llm_proxy")
+    assert flag(llm_proxy.argv, "--llm_proxy.http.listen.port") == "7802"
+    assert set(farm.ports()) - set(without.ports()) == {(7802, "llm_proxy")}
+
+
 def test_a_trainer_that_is_done_goes_on_serving_since_a_service_that_ends_counts_as_crashed(farm_file) -> None:
     farm = planned(farm_file, "--trainer.exit_when_finished", "true", "--up.trainer_ranks", "2")
 

@@ -1,6 +1,8 @@
-"""Rewards to advantages. A group that agrees teaches nothing: all zeros.
+"""Rewards to advantages, one for each token that the policy wrote.
 
-Legend: B groups in the batch, G members of a group.
+A group that agrees teaches nothing: all zeros, wherever an advantage compares the members of a group.
+
+Legend: N trajectories, K actions (turns of the policy), P tokens of all actions.
 """
 
 from typing import Protocol
@@ -8,47 +10,137 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from trainer.algorithms.samples import (
+    STD_FLOOR,
+    Over,
+    Samples,
+    centered_by,
+    count_by,
+    discounted,
+    mean_by,
+    normalized,
+)
+
 
 class Advantage(Protocol):
-    def __call__(self, rewards_BG: Tensor, /) -> Tensor:
-        """f64[B, G] rewards, a row for each group, to f64[B, G] advantages, unitless."""
+    def __call__(self, samples: Samples, /) -> Tensor:
+        """The batch to f64[P] advantages, unitless."""
         ...
 
 
-def grpo(rewards_BG: Tensor, *, std_floor: float = 1e-6) -> Tensor:
-    """Reward minus the group's mean, in units of the group's standard deviation (over its members, not n - 1).
+# --- one advantage for a whole trajectory ---
 
-    A standard deviation up to `std_floor` counts as agreement.
+
+def grpo(samples: Samples, *, std_floor: float = STD_FLOOR) -> Tensor:
+    """(r - mean of the group) / standard deviation of the group (GRPO, arXiv 2402.03300)."""
+    return _of_trajectories(samples, mean="group", std="group", std_floor=std_floor)
+
+
+def dr_grpo(samples: Samples) -> Tensor:
+    """r - mean of the group (Dr. GRPO, arXiv 2503.20783). Easy and hard tasks weigh less than in GRPO."""
+    return _of_trajectories(samples, mean="group", std="none")
+
+
+def lite_ppo(samples: Samples, *, std_floor: float = STD_FLOOR) -> Tensor:
+    """(r - mean of the group) / standard deviation of the batch (Lite PPO, arXiv 2508.08221)."""
+    return _of_trajectories(samples, mean="group", std="batch", std_floor=std_floor)
+
+
+def starpo(samples: Samples, *, mean: Over = "group", std: Over = "group") -> Tensor:
+    """The whole interaction is one sample: its score, normalised, counts for every token of every turn (StarPO, arXiv
+    2504.20073)."""
+    return _of_trajectories(samples, mean=mean, std=std)
+
+
+def rloo(samples: Samples) -> Tensor:
+    """r - mean of the *other* members, an unbiased baseline (RLOO, arXiv 2402.14740). Alone it is 0."""
+    size_N = count_by(samples.group_N, int(samples.group_N.max()) + 1)[samples.group_N].double()
+    scale_N = size_N / (size_N - 1).clamp(min=1)
+    return (centered_by(samples.reward_N, samples.group_N) * scale_N)[samples.trajectory_P]
+
+
+def maxrl(samples: Samples, *, mean_floor: float = 1e-6) -> Tensor:
+    """(r - mean of the group) / mean of the group, for rewards of 0 and 1: the gradient of log-likelihood, where GRPO's
+    is of expected reward; hard tasks weigh more (MaxRL, arXiv 2602.02710). A mean up to `mean_floor` gives 0."""
+    groups = int(samples.group_N.max()) + 1
+    mean_N = mean_by(samples.reward_N, samples.group_N, groups)[samples.group_N]
+    centered_N = centered_by(samples.reward_N, samples.group_N)
+    return torch.where(mean_N > mean_floor, centered_N / mean_N.clamp(min=mean_floor), 0.0)[samples.trajectory_P]
+
+
+def raft(samples: Samples, *, threshold: float = 0.0) -> Tensor:
+    """1 for a trajectory whose score exceeds `threshold`, 0 for others: only successes teach (RAFT++, arXiv 2504.11343,
+    with the loss `clipped`)."""
+    return (samples.reward_N > threshold).double()[samples.trajectory_P]
+
+
+# --- advantages in time ---
+
+
+def reinforce(samples: Samples, *, gamma: float = 1.0, mean: Over = "none", std: Over = "none") -> Tensor:
+    """The discounted return from each token on (Williams 1992), normalised over all tokens of the group or batch."""
+    return_P = discounted(samples.credit_P(), samples.trajectory_P, gamma)
+    return normalized(return_P, samples.group_N[samples.trajectory_P], mean=mean, std=std)
+
+
+def reinforce_plus_plus(samples: Samples, *, gamma: float = 1.0) -> Tensor:
+    """The return from each token on, normalised over all tokens of the batch (REINFORCE++, arXiv 2501.03262)."""
+    return reinforce(samples, gamma=gamma, mean="batch", std="batch")
+
+
+def reinforce_plus_plus_baseline(samples: Samples) -> Tensor:
+    """r - mean of the group, then normalised over all tokens of the batch (REINFORCE++-baseline, the same paper)."""
+    centered_P = centered_by(samples.reward_N, samples.group_N)[samples.trajectory_P]
+    return normalized(centered_P, samples.group_N[samples.trajectory_P], mean="batch", std="batch")
+
+
+def agentic_reinforce(samples: Samples, *, gamma: float = 0.95, mean: Over = "batch", std: Over = "batch") -> Tensor:
+    """The return from each *action* on, discounted once for each action and never within one: every token of an action
+    counts alike, however many there are. Normalised over the actions of the group or batch."""
+    return _of_actions(samples, gamma, mean, std)
+
+
+def step_reinforce(samples: Samples, *, gamma: float = 0.95, mean: Over = "group", std: Over = "none") -> Tensor:
+    """The same with the mean of the group's actions as baseline: each step is a sample of its own."""
+    return _of_actions(samples, gamma, mean, std)
+
+
+def gigpo(samples: Samples, *, gamma: float = 0.95, step_weight: float = 1.0, std: bool = True) -> Tensor:
+    """The trajectory's advantage in its group, plus `step_weight` times that of its action among all actions of the
+    group that were taken in the same state, by their discounted returns (GiGPO, arXiv 2505.10978).
+
+    An action in a state that nobody else met, or that is not known, has the first part alone. Without `std` nothing is
+    divided by a deviation.
     """
-    centered_BG = centered(rewards_BG)
-    std_B1 = rewards_BG.std(dim=1, correction=0, keepdim=True)
-    return torch.where(std_B1 > std_floor, centered_BG / std_B1.clamp(min=std_floor), 0.0)
+    episode_P = _of_trajectories(samples, mean="group", std="group" if std else "none")
+    return_K = discounted(samples.credit_K(), samples.trajectory_K, gamma)
+    step_K = normalized(return_K, samples.state_K + 1, mean="group", std="group" if std else "none")
+    step_K = torch.where(samples.state_K >= 0, step_K, 0.0)
+    return episode_P + step_weight * step_K[samples.action_P]
 
 
-def centered(rewards_BG: Tensor) -> Tensor:
-    """Reward minus the group's mean (Dr. GRPO). Easy and hard tasks weigh less than with grpo."""
-    agree_B1 = (rewards_BG == rewards_BG[:, :1]).all(dim=1, keepdim=True)
-    return torch.where(agree_B1, 0.0, rewards_BG - rewards_BG.mean(dim=1, keepdim=True))
+def _of_trajectories(samples: Samples, *, mean: Over, std: Over, std_floor: float = STD_FLOOR) -> Tensor:
+    advantage_N = normalized(samples.reward_N, samples.group_N, mean=mean, std=std, std_floor=std_floor)
+    return advantage_N[samples.trajectory_P]
 
 
-def rloo(rewards_BG: Tensor) -> Tensor:
-    """Reward minus the mean of the *other* members, an unbiased baseline. A lone member gets 0."""
-    members = rewards_BG.shape[1]
-    if members == 1:
-        return torch.zeros_like(rewards_BG)
-    return centered(rewards_BG) * (members / (members - 1))
-
-
-def batch_grpo(rewards_BG: Tensor, *, std_floor: float = 1e-6) -> Tensor:
-    """Reward minus the group's mean, in units of the whole batch's standard deviation (Lite PPO)."""
-    std = rewards_BG.std(correction=0)
-    return torch.where(std > std_floor, centered(rewards_BG) / std.clamp(min=std_floor), 0.0)
+def _of_actions(samples: Samples, gamma: float, mean: Over, std: Over) -> Tensor:
+    return_K = discounted(samples.credit_K(), samples.trajectory_K, gamma)
+    return normalized(return_K, samples.group_K, mean=mean, std=std)[samples.action_P]
 
 
 ADVANTAGES: dict[str, Advantage] = {
     "grpo": grpo,
-    "dr_grpo": centered,
-    "centered": centered,
+    "dr_grpo": dr_grpo,
+    "lite_ppo": lite_ppo,
+    "starpo": starpo,
     "rloo": rloo,
-    "batch_grpo": batch_grpo,
+    "maxrl": maxrl,
+    "raft": raft,
+    "reinforce": reinforce,
+    "reinforce_plus_plus": reinforce_plus_plus,
+    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+    "agentic_reinforce": agentic_reinforce,
+    "step_reinforce": step_reinforce,
+    "gigpo": gigpo,
 }

@@ -18,8 +18,8 @@ CHUNK_ELEMENTS = 16 * 1024 * 1024
 def selected_logprobs(
     model: PreTrainedModel, ids_RT: Tensor, mask_RT: Tensor, *, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """f32[R, T] log-probability of each token in the mask given those before it, and entropy there (without
-    gradient); 0 elsewhere. Both are of the policy at `temperature`, as engines sample from it.
+    """f32[P] log-probability of each token in the mask given those before it, row by row, and entropy there (without
+    gradient). Both are of the policy at `temperature`, as engines sample from it.
 
     Rows are padded on the right, so causal attention needs no mask. Position 0 has nothing before it and is never in
     the mask.
@@ -27,9 +27,8 @@ def selected_logprobs(
     decoder, head = _parts(model)
     hidden_RTH = decoder(input_ids=ids_RT, use_cache=False).last_hidden_state
     chosen_RT = mask_RT[:, 1:]
-    hidden_NH, ids_N = hidden_RTH[:, :-1][chosen_RT], ids_RT[:, 1:][chosen_RT]
-    logp_N, entropy_N = _chunked(head, hidden_NH, ids_N, temperature)
-    return _scatter(mask_RT, chosen_RT, logp_N), _scatter(mask_RT, chosen_RT, entropy_N)
+    hidden_PH, ids_P = hidden_RTH[:, :-1][chosen_RT], ids_RT[:, 1:][chosen_RT]
+    return _chunked(head, hidden_PH, ids_P, temperature)
 
 
 def _parts(model: PreTrainedModel) -> tuple[torch.nn.Module, torch.nn.Module]:
@@ -44,30 +43,24 @@ def _parts(model: PreTrainedModel) -> tuple[torch.nn.Module, torch.nn.Module]:
     return model.base_model, head
 
 
-def _chunked(head: torch.nn.Module, hidden_NH: Tensor, ids_N: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def _chunked(head: torch.nn.Module, hidden_PH: Tensor, ids_P: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     vocabulary = next(head.parameters()).shape[0]
     size = max(1, CHUNK_ELEMENTS // vocabulary)
-    if len(ids_N) <= size:
-        return _logp_and_entropy(head, hidden_NH, ids_N, temperature)
+    if len(ids_P) <= size:
+        return _logp_and_entropy(head, hidden_PH, ids_P, temperature)
     parts = [
         checkpoint(_logp_and_entropy, head, *chunk, temperature, use_reentrant=False)
-        for chunk in zip(hidden_NH.split(size), ids_N.split(size), strict=True)
+        for chunk in zip(hidden_PH.split(size), ids_P.split(size), strict=True)
     ]
     return torch.cat([logp for logp, _ in parts]), torch.cat([entropy for _, entropy in parts])
 
 
 def _logp_and_entropy(
-    head: torch.nn.Module, hidden_NH: Tensor, ids_N: Tensor, temperature: float
+    head: torch.nn.Module, hidden_PH: Tensor, ids_P: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    logits_NV = head(hidden_NH).float() / temperature
-    normalizer_N = torch.logsumexp(logits_NV, dim=-1)
-    logp_N = logits_NV.gather(-1, ids_N[:, None]).squeeze(-1) - normalizer_N
+    logits_PV = head(hidden_PH).float() / temperature
+    normalizer_P = torch.logsumexp(logits_PV, dim=-1)
+    logp_P = logits_PV.gather(-1, ids_P[:, None]).squeeze(-1) - normalizer_P
     with torch.no_grad():
-        entropy_N = normalizer_N - (torch.softmax(logits_NV, dim=-1) * logits_NV).sum(-1)
-    return logp_N, entropy_N
-
-
-def _scatter(mask_RT: Tensor, chosen_RT: Tensor, values_N: Tensor) -> Tensor:
-    """The values at their tokens: position t + 1 of a row is predicted at position t."""
-    placed_RT = values_N.new_zeros(chosen_RT.shape).masked_scatter(chosen_RT, values_N)
-    return torch.cat([values_N.new_zeros(len(mask_RT), 1), placed_RT], dim=1)
+        entropy_P = normalizer_P - (torch.softmax(logits_PV, dim=-1) * logits_PV).sum(-1)
+    return logp_P, entropy_P

@@ -66,8 +66,8 @@ class ReplicatedBackend:
         share = share_of(rows, _rank(), _world_size()) or [blank(rows[0])]
         totals: dict[str, float] = {}
         for batch in micro_batches(share, self._micro_batch_tokens, self.device):
-            logp_RT, entropy_RT = self._forward(batch, temperature)
-            loss_sum, metrics = loss_fn(logp_RT, entropy_RT, batch)
+            logp_P, entropy_P = self._forward(batch, temperature)
+            loss_sum, metrics = loss_fn(logp_P, entropy_P, batch)
             loss = loss_sum / max(norm, 1e-12)
             loss.backward()
             _accumulate(totals, {"loss": loss.detach(), **metrics})
@@ -108,7 +108,7 @@ class ReplicatedBackend:
         AutoTokenizer.from_pretrained(self._path).save_pretrained(folder)
 
     def _forward(self, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
-        """f32[R, T] log-probabilities of the tokens in the mask, and entropies; 0 outside it."""
+        """f32[P] log-probabilities of the tokens in the mask, and entropies."""
         with torch.autocast(self.device.type, self._compute_dtype, enabled=self._compute_dtype is torch.bfloat16):
             return selected_logprobs(self.model, batch.ids_RT, batch.mask_RT, temperature=temperature)
 

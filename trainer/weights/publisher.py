@@ -26,7 +26,11 @@ POLL_SECONDS = 20.0
 FIRST_RETRY_SECONDS = 0.2
 LAST_RETRY_SECONDS = 5.0
 
-REACHABLE = (llm_proxy_pb2.Engine.STATE_BEHIND, llm_proxy_pb2.Engine.STATE_SERVING)
+REACHABLE = (
+    llm_proxy_pb2.Engine.STATE_BEHIND,
+    llm_proxy_pb2.Engine.STATE_SERVING,
+    llm_proxy_pb2.Engine.STATE_SUSPENDED,
+)
 
 
 class Publisher:
@@ -39,11 +43,14 @@ class Publisher:
         *,
         mode: str,
         transfer_timeout_seconds: float,
+        concurrent_engine_count: int = 0,
     ) -> None:
+        """`concurrent_engine_count` engines change at a time; 0 is all at once."""
         self._proxy = proxy
         self._links = links
         self._mode = engine_pb2.UpdateMode.Value(f"UPDATE_MODE_{mode.upper()}")
         self._timeout = transfer_timeout_seconds
+        self._concurrent_engine_count = concurrent_engine_count
         self._published: Snapshot | None = None
         self._turn = asyncio.Lock()
         self._left_behind = asyncio.Event()
@@ -132,7 +139,11 @@ class Publisher:
         return await self._links.transfer(snapshot, engines, begin) if engines else []
 
     async def _commit(self, snapshot: Snapshot) -> bool:
-        request = llm_proxy_pb2.CommitWeightUpdateRequest(policy_version=snapshot.policy_version, mode=self._mode)
+        request = llm_proxy_pb2.CommitWeightUpdateRequest(
+            policy_version=snapshot.policy_version,
+            mode=self._mode,
+            concurrent_engine_count=self._concurrent_engine_count,
+        )
         try:
             answer = await rpc.call(self._proxy.CommitWeightUpdate, request, timeout=self._timeout)
         except FarmError as error:

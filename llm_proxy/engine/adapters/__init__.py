@@ -28,6 +28,12 @@ class EngineStatus:
     kv_cache_usage: float = 0.0
     """Share of the KV cache in use."""
 
+    sleeping: bool = False
+    """Whether it can generate nothing: its memory is given away, or it woke up and has no weights yet."""
+
+    server_version: str = ""
+    """Of the inference server; empty where there is none."""
+
 
 class Adapter(Protocol):
     """One engine. Every method belongs to the event loop; none blocks it."""
@@ -82,6 +88,20 @@ class Adapter(Protocol):
         """Forget a staged version; others are left alone."""
         ...
 
+    async def sleep(self, *, discard_weights: bool) -> None:
+        """Give open requests back, ABORT, and free the memory of the KV cache, and of the weights where asked.
+
+        Later requests wait. Asleep already, only what is still held is freed. Raises Unsupported.
+        """
+        ...
+
+    async def wake_up(self) -> None:
+        """Take the memory back and go on; where the weights were discarded, once a version has been applied since.
+
+        Awake, it does nothing. Raises Unsupported.
+        """
+        ...
+
     async def check(self) -> None:
         """Raises EngineFailed where the engine does not answer, though its process lives."""
         ...
@@ -94,9 +114,19 @@ class Adapter(Protocol):
 def make(root: EngineRoot) -> Adapter:
     """The adapter that is configured. Imports only what it needs."""
     if root.engine.adapter == "vllm":
-        from llm_proxy.engine.adapters.vllm import VllmAdapter
+        from llm_proxy.engine.adapters.served import ServedAdapter
+        from llm_proxy.engine.adapters.vllm_server import VllmServer
 
-        return VllmAdapter(root.model, root.engine)
+        return ServedAdapter("vllm", VllmServer(root.model, root.engine), root.model, root.engine)
+    if root.engine.adapter == "sglang":
+        from llm_proxy.engine.adapters.served import ServedAdapter
+        from llm_proxy.engine.adapters.sglang_server import SglangServer
+
+        return ServedAdapter("sglang", SglangServer(root.model, root.engine), root.model, root.engine)
+    if root.engine.adapter == "simulated":
+        from llm_proxy.engine.adapters.simulated import SimulatedAdapter
+
+        return SimulatedAdapter(root.engine)
     from llm_proxy.engine.adapters.embedded import EmbeddedAdapter
 
     return EmbeddedAdapter(root.model, root.engine)

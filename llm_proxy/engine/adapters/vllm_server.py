@@ -1,92 +1,185 @@
-"""The vLLM child: its command line, its life, its HTTP routes, and the memory that it shares with the host."""
+"""vLLM: the API server's command line, its routes, and the shape of its answers.
 
-import asyncio
+Weights come through rollfarm's loader, which a plugin brings into vLLM (rollfarm.vllm_gloo).
+"""
+
 import os
 import secrets
-import sys
+import shlex
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any
 
-import httpx2
-import structlog
-import torch
-from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+import numpy as np
+from pydantic import BaseModel, Field
 
+from llm_proxy.engine.adapters.inference_server import InferenceServer, read_metrics
+from llm_proxy.engine.adapters.labels import Labels
+from llm_proxy.engine.adapters.versions import check_version
 from llm_proxy.engine.config import EngineConfig
-from llm_proxy.engine.requests import Limits, Request
+from llm_proxy.engine.requests import ABORT, LENGTH, STOP, Chunk, FinishReason, Limits, Request
 from rollfarm.config import ConfigError
 from rollfarm.errors import EngineFailed, InvalidArgument
 from rollfarm.run import ModelConfig
+from rollfarm.vllm_gloo import BACKEND
 
-log = structlog.get_logger()
+_TABLE = "engine.vllm"
+
+_DEV_MODE = "VLLM_SERVER_DEV_MODE"
+"""The only switch for the routes that pause and load."""
 
 _ENVIRONMENT = {
+    _DEV_MODE: "1",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
-    "VLLM_SERVER_DEV_MODE": "1",  # the only switch for the routes that pause and load
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "TORCHDYNAMO_DISABLE": "1",  # the first request for log-probabilities would compile for 15 s
 }
-_STOP_SECONDS = 15.0
+_PRISTINE = "default"
+"""What vLLM calls the weights that it was started with."""
+
+_GENERATE = "/inference/v1/generate"
 _ABORT_PREFIX = "generate-tokens-"
+_FINISH: dict[str, FinishReason] = {"stop": STOP, "length": LENGTH, "abort": ABORT}
+
+
+class _Candidate(BaseModel):
+    token_id: int
+    logprob: float
+
+
+class _Position(BaseModel):
+    logprob: float
+    top_logprobs: list[_Candidate] = []
+
+
+class _Logprobs(BaseModel):
+    content: list[_Position] | None
+
+
+class _Span(BaseModel):
+    version: str
+    start: int
+    end: int
+
+
+class _Choice(BaseModel):
+    token_ids: list[int] | None
+    logprobs: _Logprobs | None
+    weight_versions: list[_Span] | None
+    finish_reason: str | None
+
+
+class _Generated(BaseModel):
+    choices: list[_Choice] = Field(min_length=1)
+
+
+class _Version(BaseModel):
+    version: str
+
+
+class _Paused(BaseModel):
+    is_paused: bool
+
+
+class _Weights(BaseModel):
+    weight_version: str
+
+
+class _ModelSettings(BaseModel):
+    model: str
+    dtype: str
+    max_model_len: int
+    max_logprobs: int
+    logprobs_mode: str
+    enable_sleep_mode: bool
+
+
+class _SchedulerSettings(BaseModel):
+    max_num_seqs: int
+
+
+class _TransferSettings(BaseModel):
+    backend: str
+
+
+class _Settings(BaseModel):
+    model: _ModelSettings = Field(alias="model_config")
+    scheduler: _SchedulerSettings = Field(alias="scheduler_config")
+    transfer: _TransferSettings | None = Field(alias="weight_transfer_config")
+
+
+class _ServerInfo(BaseModel):
+    vllm_config: _Settings
 
 
 class VllmServer:
-    """One child process and its routes. Failures of the transport are EngineFailed."""
+    """vLLM as a child on a private socket, or one that is attached."""
 
     def __init__(self, model: ModelConfig, config: EngineConfig) -> None:
         self._model = model
         self._config = config
-        self._process: asyncio.subprocess.Process
-        self._vocabulary_size = 0
+        self._limits: Limits
         self._folder = tempfile.TemporaryDirectory(prefix="rollfarm-vllm-")
         self._socket = Path(self._folder.name) / "http"
-        self._http: httpx2.AsyncClient
+        port = config.vllm.port
+        self.http = InferenceServer("vLLM", _TABLE, config.vllm, port=port, socket=None if port else self._socket)
+        self.labels = Labels("vLLM")
+        self.version = ""
+        self.is_pristine = True
+        self.cannot_sleep = ""
 
     async def start(self, limits: Limits) -> None:
-        """Start the child and wait until it is healthy. Raises ConfigError."""
-        self._vocabulary_size = limits.vocabulary_size
-        self._http = self._client()
-        self._process = await asyncio.create_subprocess_exec(
-            str(self._config.vllm.python.absolute()),
-            *("-m", "rollfarm.vllm_gloo"),
-            *self._arguments(limits),
-            env=os.environ | _ENVIRONMENT | self._environment(),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=sys.stderr.fileno(),
-        )
+        self._limits = limits
         try:
-            async with asyncio.timeout(self._config.vllm.start_seconds):
-                await self._healthy()
-        except TimeoutError:
+            if self._config.vllm.url:
+                await self.http.attach()
+            else:
+                await self.http.launch(self._command(limits), _ENVIRONMENT | self._environment())
+            await self._examine()
+        except (EngineFailed, InvalidArgument) as failure:
             await self.stop()
-            raise ConfigError(
-                f"engine.vllm: not ready within {self._config.vllm.start_seconds:g} s; its log is above. Raise "
-                "engine.vllm.start_seconds."
-            ) from None
+            raise ConfigError(f"{_TABLE}: {failure.problem} Is it vLLM?") from failure
+        except ConfigError:
+            await self.stop()
+            raise
 
-    def _client(self) -> httpx2.AsyncClient:
-        port = self._config.vllm.port
-        transport = httpx2.AsyncHTTPTransport(
-            uds=None if port else str(self._socket),
-            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=self._config.slots),
-        )
-        return httpx2.AsyncClient(transport=transport, base_url=f"http://127.0.0.1:{port or 80}", timeout=None)
+    async def _examine(self) -> None:
+        self.version = (await self.http.read("/version", _Version)).version
+        check_version("vLLM", self.version, table=_TABLE)
+        await self._check_settings()
+        paused = (await self.http.read("/is_paused", _Paused)).is_paused
+        label = (await self.http.read("/weight_info", _Weights)).weight_version
+        self.is_pristine = label == _PRISTINE and not paused
+        if paused:
+            await self._rouse()
+        await self._check_vocabulary()
 
-    def _arguments(self, limits: Limits) -> list[str]:
-        port = self._config.vllm.port
+    async def _rouse(self) -> None:
+        """Undo what a host that is gone has left."""
+        if not self.cannot_sleep:
+            await self.wake_up(weights_alone=False)
+        await self.go_on()
+
+    def _command(self, limits: Limits) -> list[str]:
+        vllm, port = self._config.vllm, self._config.vllm.port
         return [
-            *("--model", self._model.path, "--served-model-name", "policy", "--dtype", self._model.dtype),
+            *(str(vllm.python.absolute()), "-m", "rollfarm.vllm_gloo", *self._needed(limits)),
             *(("--host", "127.0.0.1", "--port", str(port)) if port else ("--uds", str(self._socket))),
-            *("--max-model-len", str(limits.context_token_count), "--max-num-seqs", str(limits.slot_count)),
             *("--kv-cache-memory-bytes", str(int(self._config.kv_cache)), "--seed", str(secrets.randbits(31))),
-            *("--distributed-executor-backend", "uni", "--enforce-eager", "--enable-scale-out"),
-            *("--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"),
-            *("--weight-transfer-config", '{"backend": "rollfarm"}', "--uvicorn-log-level", "warning"),
-            *self._config.vllm.args,
+            *("--distributed-executor-backend", "uni", "--enforce-eager"),
+            *("--served-model-name", "policy", "--uvicorn-log-level", "warning", *vllm.args),
+        ]
+
+    def _needed(self, limits: Limits) -> list[str]:
+        """What an attached vLLM is started with as well."""
+        return [
+            *("--model", self._model.path, "--dtype", self._model.dtype),
+            *("--max-model-len", str(limits.context_token_count), "--max-num-seqs", str(limits.slot_count)),
+            *("--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"),
+            *("--weight-transfer-config", '{"backend": "rollfarm"}'),
         ]
 
     def _environment(self) -> dict[str, str]:
@@ -97,41 +190,54 @@ class VllmServer:
             own["HF_HUB_OFFLINE"] = "1"
         return own
 
-    async def _healthy(self) -> None:
-        while True:
-            if self._process.returncode is not None:
-                raise ConfigError(
-                    f"engine.vllm: vLLM ended with status {self._process.returncode} while it started; its log is "
-                    "above. Correct what it complains about, or run tools/install-vllm.sh again."
-                )
-            try:
-                if (await self._http.get("/health")).status_code == 200:
-                    return
-            except httpx2.TransportError:
-                pass
-            await asyncio.sleep(0.2)
+    async def _check_settings(self) -> None:
+        wrong = [] if await self.http.has(_GENERATE) else ["it has no --enable-scale-out"]
+        if await self.http.has("/is_paused"):
+            found = (await self.http.read("/server_info?config_format=json", _ServerInfo)).vllm_config
+            if not found.model.enable_sleep_mode:  # it then says that it sleeps, and does not
+                self.cannot_sleep = "This vLLM was started without --enable-sleep-mode, which it has on a GPU alone."
+            wrong += _differences(found, self._model, self._limits)
+        else:
+            wrong.append(f"its environment has no {_DEV_MODE}=1")
+        if wrong:
+            needed = shlex.join(self._needed(self._limits))
+            raise ConfigError(
+                f"{_TABLE}: vLLM was started otherwise than needed: {', '.join(wrong)}. Start it with "
+                f"`{_DEV_MODE}=1 python -m rollfarm.vllm_gloo {needed}`, and where it listens."
+            )
 
-    async def wait(self) -> int:
-        """The child's exit status, once it has ended."""
-        return await self._process.wait()
+    async def _check_vocabulary(self) -> None:
+        """vLLM refuses to stop at a token that its model does not have."""
+        size = self._limits.vocabulary_size
+        if not await self._knows(size - 1) or await self._knows(size):
+            raise ConfigError(
+                f"{_TABLE}: vLLM's vocabulary is not the {size} tokens of {self._model.path}: it serves another model. "
+                "Start it with the model of model.path."
+            )
+
+    async def _knows(self, token: int) -> bool:
+        request = Request("vocabulary", prompt=np.zeros(1, np.int32), max_tokens=1, stop_token_ids=frozenset([token]))
+        try:
+            await self.http.ask(_GENERATE, _Generated, self._body(request, cache_salt="vocabulary"))
+        except InvalidArgument:
+            return False
+        return True
 
     async def stop(self) -> None:
-        """End the child, by force if it takes long."""
-        if self._process.returncode is None:
-            self._process.terminate()
-            try:
-                async with asyncio.timeout(_STOP_SECONDS):
-                    await self._process.wait()
-            except TimeoutError:
-                self._process.kill()
-                await self._process.wait()
-        await self._http.aclose()
+        await self.http.stop()
         self._folder.cleanup()
 
-    async def generate(self, request: Request, *, cache_salt: str) -> dict[str, Any]:
-        """vLLM's answer. Raises EngineFailed, and InvalidArgument where vLLM refuses."""
+    async def generate(self, request: Request, *, cache_key: str) -> Chunk:
+        answer = await self.http.ask(_GENERATE, _Generated, self._body(request, cache_salt=cache_key))
+        chunk = self._chunk(answer.choices[0], request)
+        self.http.verify(
+            _GENERATE, chunk, vocabulary_size=self._limits.vocabulary_size, top_logprobs=request.top_logprobs
+        )
+        return chunk
+
+    def _body(self, request: Request, *, cache_salt: str) -> dict[str, Any]:
         # Of k candidates vLLM gives one place to the sampled token, however unlikely it is.
-        candidates = min(request.top_logprobs + 1, self._vocabulary_size) if request.top_logprobs else 0
+        candidates = min(request.top_logprobs + 1, self._limits.vocabulary_size) if request.top_logprobs else 0
         sampling: dict[str, Any] = {
             "n": 1,
             "max_tokens": request.max_tokens,
@@ -145,119 +251,79 @@ class VllmServer:
         }
         if request.seed is not None:
             sampling["seed"] = request.seed
-        return await self.post(
-            "/inference/v1/generate",
-            {
-                "request_id": request.key,
-                "token_ids": request.prompt.tolist(),
-                "sampling_params": sampling,
-                "stream": False,
-                "cache_salt": cache_salt,
-            },
-        )
-
-    async def abort(self, keys: Iterable[str]) -> None:
-        """Stop requests; each still answers with what it has."""
-        await self.post("/abort_requests", {"request_ids": [_ABORT_PREFIX + key for key in keys]})
-
-    async def check(self, seconds: float) -> None:
-        """Raises EngineFailed unless vLLM says within `seconds` that it is well."""
-        try:
-            answer = await self._http.get("/health", timeout=seconds)
-        except httpx2.TransportError as error:
-            raise EngineFailed(f"vLLM does not answer: {error!r}.") from error
-        if answer.status_code != 200:
-            raise EngineFailed(f"vLLM is not well: it answers /health with {answer.status_code}.")
-
-    async def get(self, path: str) -> str:
-        """The text of a page."""
-        try:
-            return (await self._http.get(path)).text
-        except httpx2.TransportError as error:
-            raise EngineFailed(f"vLLM does not answer: {error!r}.") from error
-
-    async def post(self, path: str, body: Any = None, *, params: dict[str, str] | None = None) -> Any:
-        """The answer's JSON. A connection that vLLM had closed meanwhile is tried anew once."""
-        for last in (False, True):
-            try:
-                answer = await self._http.post(path, json=body, params=params)
-            except (httpx2.RemoteProtocolError, httpx2.WriteError, httpx2.ReadError) as error:
-                if last:
-                    raise EngineFailed(f"vLLM does not answer {path}: {error!r}.") from error
-                continue
-            except httpx2.TransportError as error:
-                raise EngineFailed(f"vLLM does not answer {path}: {error!r}.") from error
-            if answer.status_code == 200:
-                return answer.json()
-            if answer.status_code in (400, 422):
-                raise InvalidArgument(f"vLLM refuses: {answer.text[:500]}.")
-            raise EngineFailed(f"vLLM answers {path} with {answer.status_code}: {answer.text[:500]}.")
-        raise AssertionError("unreachable")
-
-
-class SharedMemory:
-    """Memory that a child opens by path. Nothing is left behind, however this process ends."""
-
-    def __init__(self) -> None:
-        self._file = -1
-
-    def allocate(self, size: int) -> Tensor:
-        """New memory. What was given out before stays valid, but the child is no longer told of it."""
-        self.close()
-        self._file = os.memfd_create("rollfarm-weights")
-        os.ftruncate(self._file, size)
-        return torch.from_file(self._path, shared=True, size=size, dtype=torch.uint8)
-
-    @property
-    def _path(self) -> str:
-        return f"/proc/{os.getpid()}/fd/{self._file}"
-
-    def describe(self, memory: Tensor, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Any]:
-        """What the child needs to read `tensors`, which lie in `memory`."""
         return {
-            "path": self._path,
-            "size_bytes": memory.numel(),
-            "tensors": [
-                (
-                    name,
-                    str(tensor.dtype).removeprefix("torch."),
-                    list(tensor.shape),
-                    tensor.data_ptr() - memory.data_ptr(),
-                )
-                for name, tensor in tensors
-            ],
+            "request_id": request.key,
+            "token_ids": request.prompt.tolist(),
+            "sampling_params": sampling,
+            "stream": False,
+            "cache_salt": cache_salt,
         }
 
-    def close(self) -> None:
-        """Give the memory back once nobody maps it."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
-
-
-def model_shapes(model: ModelConfig, config: EngineConfig) -> tuple[dict[str, Tensor], Limits]:
-    """The model's tensors without values, under all of their names, and its limits. Raises ConfigError."""
-    try:
-        hf_config: Any = AutoConfig.from_pretrained(model.path)
-        with torch.device("meta"):
-            skeleton = AutoModelForCausalLM.from_config(hf_config)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path: {model.path} cannot be loaded: {error}") from error
-    text = hf_config.get_text_config()
-    most: int = text.max_position_embeddings
-    if config.context_tokens > most:
-        raise ConfigError(
-            f"engine.context_tokens: {config.context_tokens} is more than the model's {most}. Lower it, or set 0."
+    def _chunk(self, choice: _Choice, request: Request) -> Chunk:
+        content = (choice.logprobs and choice.logprobs.content) or []
+        chunk = Chunk(
+            request.key,
+            token_ids=choice.token_ids or [],
+            logprobs=[position.logprob for position in content],
+            spans=[(self.labels.version(span.version), span.end - span.start) for span in choice.weight_versions or []],
+            finish=_FINISH.get(choice.finish_reason or "", ABORT),
         )
-    limits = Limits(config.slots, config.context_tokens or most, text.vocab_size)
-    return dict(skeleton.state_dict(keep_vars=True)), limits
+        if request.top_logprobs:
+            chunk.top = [_likeliest(position.top_logprobs, request.top_logprobs) for position in content]
+        return chunk
+
+    async def abort(self, keys: AbstractSet[str]) -> None:
+        await self.http.tell("/abort_requests", {"request_ids": [_ABORT_PREFIX + key for key in keys]})
+
+    async def stand_still(self, *, keep_cache: bool) -> None:
+        params = {"mode": "keep", "clear_cache": "false" if keep_cache else "true"}
+        await self.http.tell("/pause", params=params)
+
+    async def go_on(self) -> None:
+        await self.http.tell("/resume")
+
+    async def load(self, label: str, weights: Mapping[str, Any], *, keep_cache: bool) -> None:
+        """A kept cache stays within reach of what runs alone: later requests come with another cache key."""
+        await self.http.tell("/start_weight_update")
+        await self.http.tell("/update_weights", {"update_info": weights})
+        await self.http.tell("/finish_weight_update", {"weight_version": label})
+
+    async def rename_weights(self, label: str) -> None:
+        await self.http.tell("/update_weight_version", {"new_version": label})
+
+    async def fall_asleep(self, *, discard_weights: bool) -> None:
+        await self.http.tell("/sleep", params={"level": "2" if discard_weights else "1"})
+
+    async def wake_up(self, *, weights_alone: bool) -> None:
+        await self.http.tell("/wake_up", params={"tags": "weights"} if weights_alone else None)
+
+    async def kv_cache_usage(self) -> float:
+        return read_metrics(await self.http.page("/metrics")).get("vllm:kv_cache_usage_perc", 0.0)
+
+    async def check(self, seconds: float) -> None:
+        await self.http.check(seconds)
 
 
-def read_metrics(page: str) -> dict[str, float]:
-    """Values of a Prometheus page by name; of several with one name the last."""
-    values: dict[str, float] = {}
-    for line in page.splitlines():
-        if line and not line.startswith("#"):
-            name, _, value = line.rpartition(" ")
-            values[name.partition("{")[0]] = float(value)
-    return values
+def _differences(found: _Settings, model: ModelConfig, limits: Limits) -> list[str]:
+    """What of vLLM's settings does not do."""
+    settings, slots = found.model, found.scheduler.max_num_seqs
+    backend = found.transfer.backend if found.transfer is not None else "none"
+    needs = {
+        f"it serves {settings.model}": Path(settings.model).absolute() == Path(model.path).absolute(),
+        f"its dtype is {settings.dtype}": settings.dtype.removeprefix("torch.") == model.dtype,
+        f"its context is {settings.max_model_len}": settings.max_model_len >= limits.context_token_count,
+        f"its slots are {slots}": slots >= limits.slot_count,
+        f"its log-probabilities are {settings.logprobs_mode}": settings.logprobs_mode == "processed_logprobs",
+        f"it gives at most {settings.max_logprobs} log-probabilities": settings.max_logprobs == -1,
+        f"its weights come by {backend}": backend == BACKEND,
+    }
+    return [problem for problem, is_met in needs.items() if not is_met]
+
+
+def _likeliest(candidates: list[_Candidate], width: int) -> tuple[list[int], list[float]]:
+    """vLLM puts the sampled token among them even where it is not."""
+    unique = {candidate.token_id: candidate.logprob for candidate in candidates}
+    best = sorted(unique.items(), key=lambda item: -item[1])[:width]
+    if len(best) < width:
+        raise EngineFailed(f"vLLM answers {_GENERATE} with {len(best)} of the {width} likeliest tokens.")
+    return [token for token, _ in best], [logprob for _, logprob in best]

@@ -1,0 +1,51 @@
+"""The model beside its inference server: the shapes that both have to agree on, and the values that it begins with."""
+
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from llm_proxy.engine.config import EngineConfig
+from llm_proxy.engine.receiver import Allocate, Staged
+from llm_proxy.engine.requests import Limits
+from rollfarm.config import ConfigError
+from rollfarm.run import ModelConfig
+
+_ALIGN_BYTES = 64
+
+
+def model_shapes(model: ModelConfig, config: EngineConfig) -> tuple[dict[str, Tensor], Limits]:
+    """The model's tensors without values, under all of their names, and its limits. Raises ConfigError."""
+    try:
+        hf_config: Any = AutoConfig.from_pretrained(model.path)
+        with torch.device("meta"):
+            skeleton = AutoModelForCausalLM.from_config(hf_config)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path: {model.path} cannot be loaded: {error}") from error
+    text = hf_config.get_text_config()
+    most: int = text.max_position_embeddings
+    if config.context_tokens > most:
+        raise ConfigError(
+            f"engine.context_tokens: {config.context_tokens} is more than the model's {most}. Lower it, or set 0."
+        )
+    limits = Limits(config.slots, config.context_tokens or most, text.vocab_size)
+    return dict(skeleton.state_dict(keep_vars=True)), limits
+
+
+def base_weights(model: ModelConfig, allocate: Allocate) -> Staged:
+    """Version 0, read from the model's folder into memory of `allocate`."""
+    loaded: Any = AutoModelForCausalLM.from_pretrained(model.path, dtype=getattr(torch, model.dtype))
+    tensors = dict(loaded.named_parameters())
+    places = list(accumulate((_aligned(tensor.nbytes) for tensor in tensors.values()), initial=0))
+    memory = allocate(places[-1])
+    views: list[tuple[str, Tensor]] = []
+    for (name, tensor), place in zip(tensors.items(), places, strict=False):
+        view = memory[place : place + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        views.append((name, view.copy_(tensor.detach())))
+    return Staged(0, views, memory)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGN_BYTES) * _ALIGN_BYTES

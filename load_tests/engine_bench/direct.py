@@ -1,0 +1,54 @@
+"""Tokens a second of a vLLM server that is asked directly, without the farm: the fastest client that Python has.
+
+Runs by itself, in vLLM's own environment, which has aiohttp: a job as JSON on stdin, the figure on stdout.
+"""
+
+import asyncio
+import json
+import sys
+import time
+import uuid
+from typing import Any
+
+import aiohttp
+
+
+async def main(job: dict[str, Any]) -> float:
+    """Keep `concurrency` requests open on as many connections, each used again and again."""
+    waiting = list(reversed(job["work"]))
+    made = 0
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=300)
+    async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as session:
+
+        async def keep_asking() -> None:
+            nonlocal made
+            while waiting:
+                prompt, output_tokens = waiting.pop()
+                body = _body(prompt, output_tokens)
+                async with session.post(job["url"] + "/inference/v1/generate", json=body) as response:
+                    answer = json.loads(await response.read())
+                (choice,) = answer["choices"]
+                count = len(choice["token_ids"])
+                assert count == len(choice["logprobs"]["content"]) == output_tokens, answer
+                made += count
+
+        began = time.perf_counter()
+        await asyncio.gather(*(keep_asking() for _ in range(job["concurrency"])))
+        return made / (time.perf_counter() - began)
+
+
+def _body(prompt: list[int], output_tokens: int) -> dict[str, Any]:
+    """What the engine host asks for too: tokens, their log-probabilities and their versions."""
+    sampling = {
+        "n": 1,
+        "max_tokens": output_tokens,
+        "temperature": 1.0,
+        "logprobs": 0,
+        "ignore_eos": True,
+        "detokenize": False,
+    }
+    return {"request_id": uuid.uuid4().hex, "token_ids": prompt, "sampling_params": sampling, "stream": False}
+
+
+if __name__ == "__main__":
+    print(asyncio.run(main(json.load(sys.stdin))))

@@ -1,0 +1,65 @@
+"""What reaches llm_proxy in one message."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from llm_proxy.engine.requests import Chunk, Limits
+from llm_proxy.engine.server import EngineServicer
+from rollfarm import rpc
+from rollfarm.tokens import pack_ids
+from rollfarm.v1 import engine_pb2, trajectory_pb2
+
+
+class Silent:
+    """An engine that has requests and generates by the test's hand alone."""
+
+    limits = Limits(slot_count=8, context_token_count=64, vocabulary_size=100)
+
+    def __init__(self) -> None:
+        self.keys: list[str] = []
+        self.has_requests = asyncio.Event()
+
+    def submit(self, requests: Any) -> None:
+        self.keys += [request.key for request in requests]
+        self.has_requests.set()
+
+    def cancel(self, keys: Any) -> None:
+        pass
+
+
+async def asked(*request_ids: str) -> AsyncIterator[engine_pb2.EngineServiceGenerateRequest]:
+    sampling = trajectory_pb2.Sampling(max_tokens=8, top_p=1.0)
+    yield engine_pb2.EngineServiceGenerateRequest(
+        generations=[
+            engine_pb2.Generation(request_id=request_id, prompt_token_ids=pack_ids([1]), sampling=sampling)
+            for request_id in request_ids
+        ]
+    )
+    await asyncio.Event().wait()
+
+
+async def test_chunks_that_follow_a_message_closely_travel_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rpc, "PAUSE_SECONDS", 0.2)
+    monkeypatch.setattr(rpc, "MOST_PAUSE_SECONDS", 0.2)
+    adapter: Any = Silent()
+    context: Any = None
+    servicer = EngineServicer(adapter)
+    messages: Any = servicer.Generate(asked("a", "b", "c"), context)
+    first = asyncio.create_task(anext(messages))
+    await adapter.has_requests.wait()
+    a, b, c = [Chunk(key, [1], [0.0], [(0, 1)]) for key in adapter.keys]
+
+    servicer.deliver([a])
+    alone = await first
+    second = asyncio.create_task(anext(messages))
+    for late in (b, c):
+        servicer.deliver([late])
+        await asyncio.sleep(0.01)
+    together = await second
+
+    assert [chunk.request_id for chunk in alone.chunks] == ["a"]
+    assert [chunk.request_id for chunk in together.chunks] == ["b", "c"]
+    await messages.aclose()

@@ -1,0 +1,69 @@
+"""What reaches an engine in one message."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from llm_proxy.config import LlmProxyConfig
+from llm_proxy.engines import Connection, Fleet
+from rollfarm import rpc
+from rollfarm.v1 import engine_pb2
+
+
+class Written:
+    """A stream to an engine that keeps what was written."""
+
+    def __init__(self) -> None:
+        self.messages: list[list[str]] = []
+        self._more = asyncio.Event()
+
+    async def write(self, message: engine_pb2.EngineServiceGenerateRequest) -> None:
+        self.messages.append([generation.request_id for generation in message.generations])
+        self._more.set()
+
+    async def until(self, count: int) -> None:
+        async with asyncio.timeout(20):
+            while len(self.messages) < count:
+                self._more.clear()
+                await self._more.wait()
+
+
+def send(connection: Connection, request_id: str) -> None:
+    connection.send([engine_pb2.Generation(request_id=request_id)])
+
+
+async def test_requests_that_follow_a_message_closely_travel_together(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(rpc, "PAUSE_SECONDS", 0.2)
+    monkeypatch.setattr(rpc, "MOST_PAUSE_SECONDS", 0.2)
+    connection = Connection("127.0.0.1:1", Fleet(LlmProxyConfig(engines=[])))
+    call: Any = Written()
+    writing = asyncio.create_task(connection._write(call))
+
+    send(connection, "first")
+    await call.until(1)
+    for late in ("b", "c", "d"):
+        send(connection, late)
+        await asyncio.sleep(0.01)
+    await call.until(2)
+
+    assert call.messages == [["first"], ["b", "c", "d"]]
+    writing.cancel()
+
+
+async def test_what_a_message_carried_delays_the_next_one(monkeypatch: pytest.MonkeyPatch):
+    slept: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    monkeypatch.setattr(rpc.time, "monotonic", lambda: 10.0)
+    monkeypatch.setattr(rpc.asyncio, "sleep", sleep)
+    pace = rpc.Pace()
+
+    for count in (1, 2, 100):
+        await pace.wait()
+        pace.sent(count)
+    await pace.wait()
+
+    assert slept == pytest.approx([0.001, 0.002, 0.004])
