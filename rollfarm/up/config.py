@@ -60,7 +60,7 @@ class UpConfig(Config):
 
     max_failed_groups: int = Field(default=20, ge=0)
     """The farm gives up after this many groups were dropped because their episodes failed, with no episode played well
-    in between. 0 never gives up."""
+    in between, or when every environment was suspended before any episode was played well. 0 never gives up."""
 
     drain_seconds: float = Field(default=20.0, ge=0)
     """How long a service may take to end by itself before it is killed. 0 kills at once."""

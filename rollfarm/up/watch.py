@@ -6,16 +6,19 @@ A service that does not answer keeps its last answer; nothing here ever fails be
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from google.protobuf.message import Message
 from grpc import aio
 
 from rollfarm import rpc
 from rollfarm.errors import FarmError
 from rollfarm.up.farm import Addresses
 from rollfarm.v1 import (
+    environment_pb2,
+    environment_pb2_grpc,
     llm_proxy_pb2,
     llm_proxy_pb2_grpc,
     sample_buffer_pb2,
@@ -29,6 +32,8 @@ ANSWER_SECONDS = 2.0
 RATE_WINDOW_SECONDS = 10.0
 PACE_STEPS = 8
 """Steps from which the time that is left is estimated."""
+SUSPENDED_SECONDS = 30.0
+"""How long environments that never played an episode well may be suspended: a few trials of env_manager."""
 
 
 class Rate:
@@ -64,17 +69,37 @@ class Failures:
         self._played: int | None = None
         self._dropped_before = 0
         self._dropped = 0
+        self.any_played = False
+        """Whether an episode was played well since the first look."""
 
     def add(self, buffer: sample_buffer_pb2.GetStatusResponse) -> None:
         """What sample_buffer counted so far."""
         played = sum(buffer.outcome_counts.get(name, 0) for name in ("OUTCOME_OK", "OUTCOME_TRUNCATED"))
         self._dropped = buffer.dropped_group_counts.get("failed", 0)
         if played != self._played:
+            self.any_played = self._played is not None
             self._played, self._dropped_before = played, self._dropped
 
     @property
     def in_a_row(self) -> int:
         return self._dropped - self._dropped_before
+
+
+class Standstill:
+    """Since when every environment that was asked for is suspended, by the account of the env_managers."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+
+    def look(self, now: float, env_managers: Iterable[environment_pb2.EnvManagerServiceGetStatusResponse]) -> None:
+        """What the env_managers that answered say."""
+        asked = [each for manager in env_managers for each in manager.environments if each.ended_count_by_outcome]
+        stands_still = bool(asked) and all(each.suspended for each in asked)
+        self._since = (self._since if self._since is not None else now) if stands_still else None
+
+    def seconds(self, now: float) -> float:
+        """0 while any environment plays."""
+        return now - self._since if self._since is not None else 0.0
 
 
 class EpisodesFail(Exception):
@@ -99,6 +124,7 @@ class Picture:
     """When a training step was first seen, monotonic seconds."""
     tokens: Rate = field(default_factory=Rate)
     failures: Failures = field(default_factory=Failures)
+    standstill: Standstill = field(default_factory=Standstill)
 
     @property
     def phase(self) -> int:
@@ -138,6 +164,7 @@ class Watcher:
         self.picture = Picture()
         self._over = asyncio.Event()
         self._max_failed_groups = max_failed_groups
+        self._why_hopeless = ""
         self._addresses = addresses
         self._channels: list[aio.Channel] = []
 
@@ -149,6 +176,9 @@ class Watcher:
         self._trainer = stub(trainer_pb2_grpc.TrainerServiceStub, self._addresses.trainer)
         self._buffer = stub(sample_buffer_pb2_grpc.SampleBufferServiceStub, self._addresses.sample_buffer)
         self._proxy = stub(llm_proxy_pb2_grpc.LlmProxyServiceStub, self._addresses.llm_proxy)
+        self._env_managers = [
+            stub(environment_pb2_grpc.EnvManagerServiceStub, address) for address in self._addresses.env_managers
+        ]
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -165,20 +195,13 @@ class Watcher:
         """Ask every service once."""
         picture = self.picture
         steps = trainer_pb2.GetProgressRequest(from_step=max(picture.steps, default=0))
-        progress, buffer, proxy = await asyncio.gather(
-            _answer(rpc.call(self._trainer.GetProgress, steps, timeout=ANSWER_SECONDS, retry=False)),
-            _answer(
-                rpc.call(
-                    self._buffer.GetStatus, sample_buffer_pb2.GetStatusRequest(), timeout=ANSWER_SECONDS, retry=False
-                )
-            ),
-            _answer(
-                rpc.call(
-                    self._proxy.GetStatus,
-                    llm_proxy_pb2.LlmProxyServiceGetStatusRequest(),
-                    timeout=ANSWER_SECONDS,
-                    retry=False,
-                )
+        progress, buffer, proxy, *env_managers = await asyncio.gather(
+            _answer(self._trainer.GetProgress, steps),
+            _answer(self._buffer.GetStatus, sample_buffer_pb2.GetStatusRequest()),
+            _answer(self._proxy.GetStatus, llm_proxy_pb2.LlmProxyServiceGetStatusRequest()),
+            *(
+                _answer(each.GetStatus, environment_pb2.EnvManagerServiceGetStatusRequest())
+                for each in self._env_managers
             ),
         )
         now = time.monotonic()
@@ -190,7 +213,9 @@ class Watcher:
             picture.tokens.add(now, proxy.generated_token_count)
         if progress is not None:
             picture.learn(progress, now)
-        if picture.finished or self._hopeless:
+        picture.standstill.look(now, [answer for answer in env_managers if answer is not None])
+        self._why_hopeless = self._why_hopeless or self._hopeless(now)
+        if picture.finished or self._why_hopeless:
             self._over.set()
 
     async def finished(self) -> None:
@@ -198,14 +223,21 @@ class Watcher:
         await self._over.wait()
         if not self.picture.finished and self.picture.buffer is not None:
             raise EpisodesFail(
-                f"{self.picture.failures.in_a_row} groups in a row were dropped because their episodes failed. "
+                f"{self._why_hopeless}. "
                 f"The last failure was {self.picture.buffer.last_failure or 'not recorded'}\n"
                 "Mend the environment or the reward."
             )
 
-    @property
-    def _hopeless(self) -> bool:
-        return 0 < self._max_failed_groups <= self.picture.failures.in_a_row
+    def _hopeless(self, now: float) -> str:
+        """Why the run cannot go on; empty while it may."""
+        failures, seconds = self.picture.failures, self.picture.standstill.seconds(now)
+        if not self._max_failed_groups:
+            return ""
+        if failures.in_a_row >= self._max_failed_groups:
+            return f"{failures.in_a_row} groups in a row were dropped because their episodes failed"
+        if seconds >= SUSPENDED_SECONDS and not failures.any_played:
+            return f"every environment has been suspended for {seconds:.0f} s, and none has played an episode well"
+        return ""
 
 
 def _seconds(step: trainer_pb2.StepMetrics) -> float:
@@ -213,8 +245,8 @@ def _seconds(step: trainer_pb2.StepMetrics) -> float:
     return sum(part.ToMicroseconds() for part in parts) / 1e6
 
 
-async def _answer(call: Awaitable[Any]) -> Any:
+async def _answer(method: Any, request: Message) -> Any:
     try:
-        return await call
+        return await rpc.call(method, request, timeout=ANSWER_SECONDS, retry=False)
     except FarmError:
         return None

@@ -12,8 +12,8 @@ from rollfarm.up.console import Screen, chart, clock_text, flow, number_text, pl
 from rollfarm.up.farm import ProcessSpec
 from rollfarm.up.process import Child, State
 from rollfarm.up.summary import Ending, Summary
-from rollfarm.up.watch import Failures, Picture, Rate
-from rollfarm.v1 import llm_proxy_pb2, sample_buffer_pb2, trainer_pb2
+from rollfarm.up.watch import Failures, Picture, Rate, Standstill
+from rollfarm.v1 import environment_pb2, llm_proxy_pb2, sample_buffer_pb2, trainer_pb2
 
 
 def step(number: int, reward: float) -> trainer_pb2.StepMetrics:
@@ -286,3 +286,30 @@ def test_failures_of_an_earlier_part_of_the_run_are_behind_it() -> None:
         failures.add(sample_buffer_pb2.GetStatusResponse(dropped_group_counts={"failed": dropped}))
 
     assert failures.in_a_row == 1
+    assert not failures.any_played
+
+
+def test_a_farm_stands_still_while_every_environment_that_was_asked_for_is_suspended() -> None:
+    def manager(**suspended: bool) -> environment_pb2.EnvManagerServiceGetStatusResponse:
+        return environment_pb2.EnvManagerServiceGetStatusResponse(
+            environments=[
+                environment_pb2.EnvironmentStatus(name="never_asked"),
+                *(
+                    environment_pb2.EnvironmentStatus(
+                        name=name, suspended=value, ended_count_by_outcome={"OUTCOME_ENV_FAILED": 1}
+                    )
+                    for name, value in suspended.items()
+                ),
+            ]
+        )
+
+    standstill = Standstill()
+    standstill.look(1.0, [manager()])
+    assert standstill.seconds(2.0) == 0
+    standstill.look(3.0, [manager(lake=True), manager(lake=False)])
+    assert standstill.seconds(4.0) == 0
+    standstill.look(5.0, [manager(lake=True), manager(shop=True)])
+    standstill.look(7.0, [manager(lake=True)])
+    assert standstill.seconds(8.0) == 3.0
+    standstill.look(9.0, [manager(lake=False)])
+    assert standstill.seconds(10.0) == 0
