@@ -57,6 +57,9 @@ class TrainerConfig(Config):
     seed: int = 0
     """Seeds what is random in the trainer: dropout, the warm start's order, the shuffled control."""
 
+    backend: Literal["torch"] = "torch"
+    """What holds and trains the model: "torch" has all of it on every rank."""
+
     device: str = "auto"
     """A torch device, such as "cuda:1". "auto" takes an accelerator where there is one, and the CPU otherwise."""
 
@@ -106,6 +109,13 @@ class TrainerConfig(Config):
 
     aggregation_settings: dict[str, Setting] = {}
     """The function's keyword-only parameters."""
+
+    steps_per_batch: int = Field(default=1, ge=1)
+    """Optimiser steps that the rows of a batch are dealt to. Above 1 the ratio's proximal policy is that
+    before the first of them, which costs one more forward pass."""
+
+    passes: int = Field(default=1, ge=1)
+    """How often a batch is trained on. More than once is cheaper than more samples, and seldom better."""
 
     shuffle_scores: bool = False
     """A negative control, never for training: scores are dealt at random to the batch's trajectories, so nothing can be

@@ -248,7 +248,7 @@ class Controller:
         if self._step == self._committed:
             return Path(self._progress.checkpoint_path)
         state = CheckpointState(self._run.name, self._step, self._progress.policy_version, self._last_batch_id)
-        path = await self.compute(self._checkpoints.save, state, self._learner.save)
+        path = await self.compute(self._checkpoints.save, state, self._write)
         self._progress.checkpoint_path = str(path)
         commit = self._buffer.commit(self._step - 1, self._last_batch_id)
         try:
@@ -259,6 +259,9 @@ class Controller:
         self._committed = self._step
         log.info("checkpoint committed", step=self._step, path=str(path))
         return path
+
+    def _write(self, folder: Path) -> None:
+        self._learner.save(folder)()
 
     # --- validation and the end ---
 

@@ -17,12 +17,12 @@ from rollfarm.v1 import sample_buffer_pb2
 from trainer import warm_start
 from trainer.algorithms.advantages import Advantage
 from trainer.algorithms.samples import Samples
-from trainer.backends import Backend
-from trainer.backends.replicated import ReplicatedBackend
+from trainer.backends import Write
+from trainer.backends.build import build_models
 from trainer.config import TrainerConfig, TrainerRoot
 from trainer.objective import Objective, advantage_of, policy_objective, supervised_objective
-from trainer.ranks import Leader, choose_device, join
-from trainer.rows import rows_of, with_advantages
+from trainer.ranks import Leader
+from trainer.rows import Row, rows_of, with_column
 from trainer.samples import samples_of
 from trainer.weights.snapshot import Snapshot, take_snapshot
 
@@ -47,25 +47,10 @@ def objectives(config: TrainerConfig) -> dict[str, Objective]:
     return {POLICY: policy_objective(config), SUPERVISED: supervised_objective()}
 
 
-def build_backend(model: ModelConfig, config: TrainerConfig) -> Backend:
-    """This rank's model and optimiser, after it met the other ranks. Raises ConfigError."""
-    device = choose_device(config.device)
-    join(device, config.rank_timeout_seconds)
-    return ReplicatedBackend(
-        model.path,
-        device=device,
-        compute_dtype=getattr(torch, model.dtype),
-        micro_batch_tokens=config.micro_batch_tokens,
-        max_grad_norm=config.max_grad_norm,
-        weight_decay=config.weight_decay,
-        betas=config.betas,
-    )
-
-
 def build_learner(root: TrainerRoot) -> "Learner":
     """Rank 0's learner. Raises ConfigError."""
     known = objectives(root.trainer)
-    leader = Leader(build_backend(root.model, root.trainer), known)
+    leader = Leader(build_models(root.model, root.trainer), known)
     return Learner(leader, known, advantage_of(root.trainer), root.run, root.model, root.trainer)
 
 
@@ -92,13 +77,9 @@ class Learner:
         """One optimiser step on the batch. A step that is not finite changes nothing but is counted."""
         trajectories = [trajectory for group in groups for trajectory in group.trajectories]
         samples = self._samples(groups, batch.step)
-        advantage_P = self._advantage(samples)
         rows_of_each = [rows_of(each) for each in trajectories]
-        rows = with_advantages([row for each in rows_of_each for row in each], advantage_P)
-        norm = self._objectives[POLICY].norm(rows)
-        metrics = self.leader.train_step(
-            rows, POLICY, temperature=self._run.sampling.temperature, norm=norm, lr=self.lr_at(batch.step)
-        )
+        rows = with_column([row for each in rows_of_each for row in each], "advantage_P", self._advantage(samples))
+        metrics = self._improve(rows, batch.step)
         if metrics["skipped"]:
             log.error(
                 "step skipped: loss or gradient is not finite",
@@ -122,6 +103,19 @@ class Learner:
         }
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         return Outcome(float(samples.reward_N.mean()), finite)
+
+    def _improve(self, rows: Sequence[Row], step: int) -> dict[str, float]:
+        """The optimiser steps of a batch, and what they measured on average."""
+        count, temperature = min(self._config.steps_per_batch, len(rows)), self._run.sampling.temperature
+        if count * self._config.passes > 1:
+            rows = with_column(rows, "proximal_logp_P", self.leader.score(rows, temperature=temperature))
+        measured: list[dict[str, float]] = []
+        for part in [rows[index::count] for index in range(count)] * self._config.passes:
+            norm = self._objectives[POLICY].norm(part)
+            measured.append(
+                self.leader.train_step(part, POLICY, temperature=temperature, norm=norm, lr=self.lr_at(step))
+            )
+        return together(measured)
 
     def lr_at(self, step: int) -> float:
         """The learning rate of a step, from 0."""
@@ -154,14 +148,14 @@ class Learner:
     def snapshot(self, policy_version: int) -> Snapshot:
         """A copy of the weights for engines."""
         return take_snapshot(
-            self.leader.export_named_tensors(),
+            self.leader.named_tensors(),
             policy_version=policy_version,
             dtype=getattr(torch, self._model.dtype),
             bucket_size_bytes=self._config.bucket_size_mb * 1024 * 1024,
         )
 
-    def save(self, folder: Path) -> None:
-        self.leader.save(folder)
+    def save(self, folder: Path) -> Write:
+        return self.leader.save(folder)
 
     def load(self, folder: Path) -> None:
         self.leader.load(folder)
@@ -176,3 +170,17 @@ class Learner:
         dice = torch.Generator().manual_seed(hash((self._config.seed, step)) & 0x7FFFFFFF)
         dealt_N = samples.reward_N[torch.randperm(len(samples.reward_N), generator=dice)]
         return replace(samples, reward_N=dealt_N, step_reward_K=torch.zeros_like(samples.step_reward_K))
+
+
+def together(measured: Sequence[dict[str, float]]) -> dict[str, float]:
+    """What several optimiser steps measured, as if they were one."""
+    if len(measured) == 1:
+        return measured[0]
+
+    def over_steps(name: str) -> float:
+        values = [each[name] for each in measured]
+        if name.endswith("_max"):
+            return max(values)
+        return sum(values) if name in ("tokens", "skipped") else fmean(values)
+
+    return {name: over_steps(name) for name in measured[0]}

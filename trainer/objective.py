@@ -14,7 +14,8 @@ from trainer.algorithms.aggregation import AGGREGATIONS, Aggregation
 from trainer.algorithms.correction import CORRECTIONS, Correction, none
 from trainer.algorithms.losses import LOSSES, Loss, Metrics, Tokens, off_policy, supervised
 from trainer.config import Setting, TrainerConfig
-from trainer.rows import MicroBatch, Row
+from trainer.micro_batches import MicroBatch
+from trainer.rows import Row
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -36,21 +37,22 @@ class Objective:
     aggregation: Aggregation
     """Tokens to one number."""
 
+    proximal_is_current: bool = True
+    """Whether a batch is one optimiser step, so that the weights as the step began are the current ones."""
+
     def __call__(self, logp_P: Tensor, entropy_P: Tensor, batch: MicroBatch) -> tuple[Tensor, Metrics]:
         """The loss summed over the micro-batch, and metrics; a LossFn."""
-        # The weights as the step began are the current ones: a batch is one optimiser step.
-        proximal_logp_P = logp_P.detach()
         tokens = Tokens(
             logp_P,
             batch.behavior_logp_P,
-            proximal_logp_P,
+            logp_P.detach() if self.proximal_is_current else batch.proximal_logp_P,
             batch.advantage_P,
             batch.row_P,
             batch.action_P,
-            len(batch.ids_RT),
+            batch.rows,
         )
         loss_P, metrics = self.loss(tokens)
-        weight_R, _ = self.aggregation(batch.mask_RT.sum(dim=1))
+        weight_R, _ = self.aggregation(batch.policy_tokens_R)
         weight_P = self.correction(tokens) * weight_R[batch.row_P]
         return (loss_P * weight_P).sum(), {"entropy": entropy_P.sum(), **off_policy(tokens), **metrics}
 
@@ -65,6 +67,7 @@ def policy_objective(config: TrainerConfig) -> Objective:
         _bound("loss", LOSSES, config.loss, config.loss_settings),
         _bound("correction", CORRECTIONS, config.correction, config.correction_settings),
         _bound("aggregation", AGGREGATIONS, config.aggregation, config.aggregation_settings),
+        proximal_is_current=config.steps_per_batch == 1 and config.passes == 1,
     )
 
 

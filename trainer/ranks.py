@@ -1,6 +1,6 @@
 """Data-parallel ranks: rank 0 decides, the others follow by torch.distributed.
 
-Rank 0 announces each collective call of the backend as two integers (command, bytes that follow) and then plain arrays;
+Rank 0 announces each collective call as three integers (command, role, bytes that follow) and then plain arrays;
 nothing is pickled. A rank that dies breaks the others' collectives, so they all go down and are started again together;
 a pulse while rank 0 is idle makes sure that this is noticed.
 
@@ -10,7 +10,10 @@ The rendezvous is torchrun's: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_
 import os
 import signal
 import struct
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from datetime import timedelta
 from enum import IntEnum
 from pathlib import Path
@@ -19,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.backends import Backend
+from trainer.backends import Backend, Scorer, Write
 from trainer.objective import LossFn
 from trainer.rows import Row, decode, encode
 
@@ -37,6 +40,36 @@ class Command(IntEnum):
     TRAIN = 2
     RESET = 3
     LOAD = 4
+    SCORE = 5
+    TENSORS = 6
+    SAVE = 7
+    EXPORT = 8
+    OFFLOAD = 9
+    RELOAD = 10
+
+
+class Role(IntEnum):
+    """What a model is there for."""
+
+    POLICY = 0
+    CRITIC = 1
+    REFERENCE = 2
+    TEACHER = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """Every model of a rank, by what it is there for."""
+
+    learners: Mapping[Role, Backend]
+    """The policy, and a critic perhaps."""
+
+    scorers: Mapping[Role, Scorer] = field(default_factory=dict[Role, Scorer])
+    """Those that never learn."""
+
+    def scorer(self, role: Role) -> Scorer:
+        """The model, if only to ask it."""
+        return self.learners[role] if role in self.learners else self.scorers[role]
 
 
 def rank() -> int:
@@ -66,35 +99,70 @@ def choose_device(name: str) -> torch.device:
 
 
 class Leader:
-    """Rank 0's backend: the same verbs, with every collective one announced to the followers first."""
+    """Rank 0's models: the same verbs, each announced to the followers first."""
 
-    def __init__(self, backend: Backend, objectives: Mapping[str, LossFn]) -> None:
-        self._backend = backend
+    def __init__(self, models: Models, objectives: Mapping[str, LossFn]) -> None:
+        self._models = models
         self._objectives = objectives
 
+    @property
+    def roles(self) -> set[Role]:
+        """The models that there are."""
+        return {*self._models.learners, *self._models.scorers}
+
     def train_step(
-        self, rows: Sequence[Row], objective: str, *, temperature: float, norm: float, lr: float
+        self,
+        rows: Sequence[Row],
+        objective: str,
+        *,
+        temperature: float,
+        norm: float,
+        lr: float,
+        role: Role = Role.POLICY,
     ) -> dict[str, float]:
         if world_size() > 1:
-            _announce(Command.TRAIN, _STEP_HEADER.pack(temperature, norm, lr, objective.encode()) + encode(rows))
-        return self._backend.train_step(rows, self._objectives[objective], temperature=temperature, norm=norm, lr=lr)
+            payload = _STEP_HEADER.pack(temperature, norm, lr, objective.encode()) + encode(rows)
+            _announce(Command.TRAIN, role, payload)
+        return self._models.learners[role].train_step(
+            rows, self._objectives[objective], temperature=temperature, norm=norm, lr=lr
+        )
 
-    def reset_optimizer(self) -> None:
-        _announce(Command.RESET)
-        self._backend.reset_optimizer()
+    def score(self, rows: Sequence[Row], *, temperature: float, role: Role = Role.POLICY) -> Tensor:
+        if world_size() > 1:
+            _announce(Command.SCORE, role, _STEP_HEADER.pack(temperature, 0, 0, b"") + encode(rows))
+        return self._models.scorer(role).score(rows, temperature=temperature)
+
+    def reset_optimizer(self, role: Role = Role.POLICY) -> None:
+        _announce(Command.RESET, role)
+        self._models.learners[role].reset_optimizer()
+
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Of the policy. To be exhausted."""
+        _announce(Command.TENSORS)
+        return self._models.learners[Role.POLICY].named_tensors()
+
+    def save(self, folder: Path) -> Write:
+        """Copy every model that learns, to be written into an existing folder."""
+        _announce(Command.SAVE, payload=str(folder).encode())
+        return _save(self._models, folder)
 
     def load(self, folder: Path) -> None:
-        _announce(Command.LOAD)
-        self._backend.load(folder)
-
-    def export_named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        return self._backend.export_named_tensors()
-
-    def save(self, folder: Path) -> None:
-        self._backend.save(folder)
+        """Go on from what was written there."""
+        _announce(Command.LOAD, payload=str(folder).encode())
+        _load(self._models, folder)
 
     def export(self, folder: Path) -> None:
-        self._backend.export(folder)
+        """Write the policy in Hugging Face format."""
+        _announce(Command.EXPORT, payload=str(folder).encode())
+        self._models.learners[Role.POLICY].export(folder)
+
+    def offload(self, role: Role = Role.POLICY) -> None:
+        _announce(Command.OFFLOAD, role)
+        self._models.scorer(role).offload()
+
+    def reload(self, role: Role = Role.POLICY) -> None:
+        _announce(Command.RELOAD, role)
+        self._models.scorer(role).reload()
 
     def pulse(self) -> None:
         """Show the followers that rank 0 lives, and find out whether they do."""
@@ -105,40 +173,86 @@ class Leader:
         _announce(Command.STOP)
 
 
-def follow(build: Callable[[], Backend], objectives: Mapping[str, LossFn]) -> None:
+def follow(build: Callable[[], Models], objectives: Mapping[str, LossFn]) -> None:
     """Do as rank 0 does until it says stop. Raises when rank 0 or another rank is gone."""
-    backend = build()
+    models = build()
     # Rank 0 finishes its step and saves before it lets the others go; a supervisor signals every rank at once.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    while True:
-        command, payload = _listen()
-        if command is Command.STOP:
-            return
-        if command is Command.RESET:
-            backend.reset_optimizer()
-        elif command is Command.LOAD:
-            backend.load(Path())
-        elif command is Command.TRAIN:
+    with ThreadPoolExecutor(1, thread_name_prefix="checkpoint") as writer:
+        writing: Future[None] | None = None
+        while True:
+            command, role, payload = _listen()
+            if writing is not None and (writing.done() or command in (Command.SAVE, Command.STOP)):
+                writing.result()
+                writing = None
+            if command is Command.STOP:
+                return
+            if command is Command.SAVE:
+                writing = writer.submit(_save(models, Path(payload.decode())))
+            else:
+                _obey(models, objectives, command, role, payload)
+
+
+def _obey(models: Models, objectives: Mapping[str, LossFn], command: Command, role: Role, payload: bytes) -> None:
+    match command:
+        case Command.TRAIN:
             temperature, norm, lr, name = _STEP_HEADER.unpack_from(payload)
             rows = decode(payload[_STEP_HEADER.size :])
             objective = objectives[name.rstrip(b"\0").decode()]
-            backend.train_step(rows, objective, temperature=temperature, norm=norm, lr=lr)
+            models.learners[role].train_step(rows, objective, temperature=temperature, norm=norm, lr=lr)
+        case Command.SCORE:
+            temperature, *_ = _STEP_HEADER.unpack_from(payload)
+            models.scorer(role).score(decode(payload[_STEP_HEADER.size :]), temperature=temperature)
+        case Command.RESET:
+            models.learners[role].reset_optimizer()
+        case Command.TENSORS:
+            deque(models.learners[role].named_tensors(), maxlen=0)
+        case Command.LOAD:
+            _load(models, Path(payload.decode()))
+        case Command.EXPORT:
+            models.learners[role].export(Path(payload.decode()))
+        case Command.OFFLOAD:
+            models.scorer(role).offload()
+        case Command.RELOAD:
+            models.scorer(role).reload()
+        case Command.PULSE | Command.STOP | Command.SAVE:
+            pass
 
 
-def _announce(command: Command, payload: bytes = b"") -> None:
+def _save(models: Models, folder: Path) -> Write:
+    """Each model that learns has a folder of its own."""
+    writes: list[Write] = []
+    for role, backend in models.learners.items():
+        place = folder / role.name.lower()
+        place.mkdir(exist_ok=True)
+        writes.append(backend.save(place))
+
+    def write() -> None:
+        for each in writes:
+            each()
+
+    return write
+
+
+def _load(models: Models, folder: Path) -> None:
+    for role, backend in models.learners.items():
+        backend.load(folder / role.name.lower())
+
+
+def _announce(command: Command, role: Role = Role.POLICY, payload: bytes = b"") -> None:
     if world_size() == 1:
         return
-    dist.broadcast(torch.tensor([command, len(payload)], dtype=torch.int64), src=0)
+    dist.broadcast(torch.tensor([command, role, len(payload)], dtype=torch.int64), src=0)
     if payload:
         dist.broadcast(torch.frombuffer(bytearray(payload), dtype=torch.uint8), src=0)
 
 
-def _listen() -> tuple[Command, bytes]:
-    header = torch.zeros(2, dtype=torch.int64)
+def _listen() -> tuple[Command, Role, bytes]:
+    header = torch.zeros(3, dtype=torch.int64)
     dist.broadcast(header, src=0)
-    command, size = Command(int(header[0])), int(header[1])
+    size = int(header[2])
     payload = torch.zeros(size, dtype=torch.uint8)
     if size:
         dist.broadcast(payload, src=0)
-    return command, payload.numpy().tobytes()
+    return Command(int(header[0])), Role(int(header[1])), payload.numpy().tobytes()

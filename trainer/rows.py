@@ -1,19 +1,17 @@
-"""Trajectories to rows, and rows to padded micro-batches.
+"""Trajectories to rows.
 
 A row holds every token of one trajectory, or of one segment where it has several, for the engines saw each alone; the
 mask marks those that the policy wrote, and nothing else enters the loss. To whatever counts sequences, a row is one.
-Rows are sorted by length and dealt to ranks, so that micro-batches are little padded and ranks equally busy. How rows
-are grouped never changes a result: losses are sums, divided by counts over all rows.
 
-Legend: R rows of a micro-batch, T positions of a row, P those of them that the policy wrote.
+Legend: T positions of a row, P those of them that the policy wrote.
 """
 
 import io
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, get_args
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -21,25 +19,49 @@ from rollfarm.errors import InvalidTrajectory
 from rollfarm.tokens import unpack_ids, unpack_logprobs, versions_of
 from rollfarm.v1 import trajectory_pb2
 
+Column = Literal["behavior_logp_P", "proximal_logp_P", "reference_logp_P", "advantage_P", "old_value_P", "return_P"]
+"""What is known of each token that the policy wrote."""
+
+COLUMNS: tuple[Column, ...] = get_args(Column)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Row:
-    """The tokens of one trajectory, or of one of its segments."""
+    """The tokens of one trajectory, or of one of its segments. Columns that are not known are zeros."""
 
     ids_T: NDArray[np.int32]
     """Tokens in the policy's vocabulary."""
 
     mask_T: NDArray[np.bool_]
-    """True on tokens that the policy wrote."""
+    """True on tokens that the policy wrote. Never on the first: nothing is before it."""
 
-    behavior_logp_P: NDArray[np.float32]
+    behavior_logp_P: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
     """Log-probability of each of these under the distribution that it was sampled from, nats."""
 
-    advantage_P: NDArray[np.float32]
+    proximal_logp_P: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
+    """The same under the weights as the step began."""
+
+    reference_logp_P: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
+    """The same under the reference model."""
+
+    advantage_P: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
     """Unitless."""
+
+    old_value_P: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
+    """What the critic expected as the step began, in units of reward."""
+
+    return_P: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
+    """What it should have expected."""
 
     oldest_version: int = 0
     """The oldest weights that sampled any of its tokens."""
+
+    def __post_init__(self) -> None:
+        count = int(self.mask_T.sum())
+        for name in COLUMNS:
+            column_P = getattr(self, name)
+            if not len(column_P) and count:
+                object.__setattr__(self, name, np.zeros(count, np.float32))
 
     def __len__(self) -> int:
         return len(self.ids_T)
@@ -47,30 +69,7 @@ class Row:
     @property
     def policy_tokens(self) -> int:
         """Tokens in the mask."""
-        return len(self.advantage_P)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class MicroBatch:
-    """Rows of one forward pass, padded on the right."""
-
-    ids_RT: Tensor
-    """i64, 0 beyond a row's end: causal attention never looks there from within."""
-
-    mask_RT: Tensor
-    """bool, true on tokens that the policy wrote."""
-
-    behavior_logp_P: Tensor
-    """f32, of the tokens in the mask, row by row."""
-
-    advantage_P: Tensor
-    """f32, of the same."""
-
-    row_P: Tensor
-    """i64, the row of each."""
-
-    action_P: Tensor
-    """i64, the action of each: a number for every run of tokens that the policy wrote without a break."""
+        return len(self.behavior_logp_P)
 
 
 def rows_of(trajectory: trajectory_pb2.Trajectory) -> list[Row]:
@@ -116,12 +115,10 @@ def _row(trajectory: trajectory_pb2.Trajectory, turns: Sequence[trajectory_pb2.T
                 trajectory_id=trajectory.trajectory_id,
             )
         versions.extend(int(version) for version in versions_T)
-    logp_P = np.concatenate([np.zeros(0, np.float32), *logprobs])
     return Row(
         np.concatenate(ids),
         np.concatenate(masks),
-        logp_P,
-        np.zeros_like(logp_P),
+        np.concatenate([np.zeros(0, np.float32), *logprobs]),
         oldest_version=min(versions, default=trajectory.oldest_policy_version),
     )
 
@@ -130,11 +127,11 @@ def _by_policy(turn: trajectory_pb2.Turn) -> bool:
     return turn.author == trajectory_pb2.AUTHOR_POLICY
 
 
-def with_advantages(rows: Sequence[Row], advantage_P: Tensor) -> list[Row]:
-    """The rows, each with its part of the advantages of all their tokens, which follow in the order of the rows."""
+def with_column(rows: Sequence[Row], name: Column, values_P: Tensor) -> list[Row]:
+    """The rows, each with its part of a column of all their tokens, which follow in the order of the rows."""
     cuts = np.cumsum([row.policy_tokens for row in rows])[:-1]
-    parts = np.split(advantage_P.float().numpy(), cuts)
-    return [replace(row, advantage_P=part) for row, part in zip(rows, parts, strict=True)]
+    parts = np.split(values_P.float().cpu().numpy(), cuts)
+    return [replace(row, **{name: part}) for row, part in zip(rows, parts, strict=True)]
 
 
 def policy_token_count(rows: Iterable[Row]) -> int:
@@ -142,60 +139,18 @@ def policy_token_count(rows: Iterable[Row]) -> int:
     return sum(row.policy_tokens for row in rows)
 
 
-def share_of(rows: Sequence[Row], rank: int, world_size: int) -> list[Row]:
-    """The rows that one rank trains on: every world_size-th, longest first."""
-    return sorted(rows, key=len, reverse=True)[rank::world_size]
-
-
-def micro_batches(rows: Sequence[Row], token_budget: int, device: torch.device) -> Iterator[MicroBatch]:
-    """The rows, longest first, in micro-batches of at most `token_budget` padded tokens.
-
-    A row that is longer than the budget has a micro-batch of its own.
-    """
-    longest_first = sorted(rows, key=len, reverse=True)
-    while longest_first:
-        count = max(1, token_budget // max(1, len(longest_first[0])))
-        yield _pad(longest_first[:count], device)
-        longest_first = longest_first[count:]
-
-
-def blank(row: Row) -> Row:
-    """The row with nothing to learn, for a rank that has none."""
-    nothing = np.zeros(0, np.float32)
-    return replace(row, mask_T=np.zeros_like(row.mask_T), behavior_logp_P=nothing, advantage_P=nothing)
-
-
-def _pad(rows: Sequence[Row], device: torch.device) -> MicroBatch:
-    shape = len(rows), max(len(row) for row in rows)
-    ids_RT, mask_RT = np.zeros(shape, np.int64), np.zeros(shape, np.bool_)
-    for index, row in enumerate(rows):
-        ids_RT[index, : len(row)] = row.ids_T
-        mask_RT[index, : len(row)] = row.mask_T
-    begins_RT = mask_RT & ~np.pad(mask_RT, ((0, 0), (1, 0)))[:, :-1]
-    arrays = (
-        ids_RT,
-        mask_RT,
-        np.concatenate([row.behavior_logp_P for row in rows]),
-        np.concatenate([row.advantage_P for row in rows]),
-        mask_RT.nonzero()[0],
-        begins_RT.cumsum().reshape(shape)[mask_RT] - 1,
-    )
-    return MicroBatch(*(torch.as_tensor(array, device=device) for array in arrays))
-
-
 def encode(rows: Sequence[Row]) -> bytes:
     """The rows as plain arrays (an .npz archive), for the other ranks."""
     buffer = io.BytesIO()
-    np.savez(
-        buffer,
-        lengths=np.array([len(row) for row in rows], np.int64),
-        counts=np.array([row.policy_tokens for row in rows], np.int64),
-        ids=np.concatenate([row.ids_T for row in rows]),
-        mask=np.concatenate([row.mask_T for row in rows]),
-        behavior_logp=np.concatenate([row.behavior_logp_P for row in rows]),
-        advantages=np.concatenate([row.advantage_P for row in rows]),
-        oldest_versions=np.array([row.oldest_version for row in rows], np.int64),
-    )
+    arrays = {
+        "lengths": np.array([len(row) for row in rows], np.int64),
+        "counts": np.array([row.policy_tokens for row in rows], np.int64),
+        "ids": np.concatenate([row.ids_T for row in rows]),
+        "mask": np.concatenate([row.mask_T for row in rows]),
+        "oldest_versions": np.array([row.oldest_version for row in rows], np.int64),
+        **{name: np.concatenate([getattr(row, name) for row in rows]) for name in COLUMNS},
+    }
+    np.savez(buffer, allow_pickle=False, **arrays)
     return buffer.getvalue()
 
 
@@ -206,8 +161,7 @@ def decode(data: bytes) -> list[Row]:
         per_row = zip(
             np.split(arrays["ids"], by_position),
             np.split(arrays["mask"], by_position),
-            np.split(arrays["behavior_logp"], by_token),
-            np.split(arrays["advantages"], by_token),
+            *(np.split(arrays[name], by_token) for name in COLUMNS),
             arrays["oldest_versions"].tolist(),
             strict=True,
         )

@@ -46,8 +46,7 @@ def conversation_row(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> Row:
             )
         mask += [False] * (len(prompt) - len(ids)) + [True] * (len(whole) - len(prompt))
         ids = whole
-    nothing = np.zeros(sum(mask), np.float32)
-    return Row(np.array(ids, np.int32), np.array(mask, np.bool_), nothing, nothing)
+    return Row(np.array(ids, np.int32), np.array(mask, np.bool_))
 
 
 def batches(rows: Sequence[Row], *, batch_size: int, steps: int, seed: int) -> Iterator[list[Row]]:

@@ -12,13 +12,14 @@ from rollfarm.config import ConfigError
 from rollfarm.errors import TrainerReplaced
 from rollfarm.v1 import llm_proxy_pb2_grpc, sample_buffer_pb2_grpc, trainer_pb2_grpc
 from trainer import ranks, warm_start
+from trainer.backends.build import build_models
 from trainer.buffer import BufferClient
 from trainer.checkpoints import Checkpoints
 from trainer.config import TrainerConfig, TrainerRoot
 from trainer.controller import Controller
 from trainer.controls import Controls
 from trainer.create_model import ensure_model
-from trainer.learner import build_backend, build_learner, objectives
+from trainer.learner import build_learner, objectives
 from trainer.objective import advantage_of
 from trainer.progress import Progress
 from trainer.server import SERVICE, TrainerServicer
@@ -44,7 +45,7 @@ def is_follower() -> bool:
 
 def follow(root: TrainerRoot) -> None:
     """Do as rank 0 does until it is done."""
-    ranks.follow(lambda: build_backend(root.model, root.trainer), objectives(root.trainer))
+    ranks.follow(lambda: build_models(root.model, root.trainer), objectives(root.trainer))
 
 
 async def serve(root: TrainerRoot) -> None:

@@ -19,7 +19,9 @@ from rollfarm.ports import free_port
 from rollfarm.run import ModelConfig, TinyModelConfig
 from rollfarm.tokens import pack_ids, pack_logprobs
 from rollfarm.v1 import sample_buffer_pb2, trajectory_pb2
+from trainer.backends import Settings
 from trainer.backends.replicated import ReplicatedBackend
+from trainer.backends.scoring import TokenLogprobs, load_model
 from trainer.create_model import ensure_model
 from trainer.rows import Row
 
@@ -61,7 +63,8 @@ def backend(model_path: Path) -> ReplicatedBackend:
 
 
 def make_backend(path: Path, micro_batch_tokens: int = 4096) -> ReplicatedBackend:
-    return ReplicatedBackend(str(path), device=torch.device("cpu"), micro_batch_tokens=micro_batch_tokens)
+    settings = Settings(path=str(path), device=torch.device("cpu"), micro_batch_tokens=micro_batch_tokens)
+    return ReplicatedBackend(TokenLogprobs(load_model(str(path))), settings)
 
 
 def random_rows(count: int, *, seed: int = 0, vocabulary: int = 18) -> list[Row]:
@@ -74,7 +77,8 @@ def random_rows(count: int, *, seed: int = 0, vocabulary: int = 18) -> list[Row]
         mask[0], mask[-1] = False, True
         logp_P = dice.normal(-2.9, 0.3, mask.sum()).astype(np.float32)
         advantage_P = np.full_like(logp_P, dice.normal())
-        rows.append(Row(dice.integers(0, vocabulary, length).astype(np.int32), mask, logp_P, advantage_P))
+        ids = dice.integers(0, vocabulary, length).astype(np.int32)
+        rows.append(Row(ids, mask, behavior_logp_P=logp_P, advantage_P=advantage_P))
     return rows
 
 

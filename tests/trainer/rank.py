@@ -1,36 +1,57 @@
-"""One rank: MODEL FOLDER STEPS [ROWS]. Rank 0 trains that many steps, saves and says what the last one measured."""
+"""One rank, as a process: MODEL FOLDER CONFIG STEPS [ROWS].
+
+CONFIG is a TrainerConfig as JSON. Rank 0 goes on from FOLDER/load where there is such a checkpoint, trains on the
+batches `random_rows(ROWS, seed=s)` for the seeds s of STEPS ("0-20", or "forever"), saves into FOLDER/save, exports
+into FOLDER/export and says what happened in one line of JSON: what each step measured, and the log-probabilities of
+another batch afterwards.
+"""
 
 import json
 import sys
 from itertools import count
 from pathlib import Path
 
-import torch
-
-from tests.trainer.conftest import make_backend, random_rows
+from rollfarm.run import ModelConfig
+from tests.trainer.conftest import random_rows
+from trainer import ranks
+from trainer.backends.build import build_models
 from trainer.config import TrainerConfig
 from trainer.objective import policy_objective
-from trainer.ranks import Leader, follow, join, rank
+from trainer.ranks import Leader
+
+TEMPERATURE = 0.8
+PROBE_SEED = 1000
 
 
-def main(model: str, folder: str, steps: str, rows_each: str = "9") -> None:
-    objectives = {"policy": policy_objective(TrainerConfig())}
-    join(torch.device("cpu"), 60)
-    if rank() > 0:
-        follow(lambda: make_backend(Path(model)), objectives)
+def main(model: str, folder: str, config_json: str, steps: str, rows_each: str = "9") -> None:
+    config = TrainerConfig.model_validate_json(config_json)
+    objective = policy_objective(config)
+    objectives = {"policy": objective}
+
+    def build() -> ranks.Models:
+        return build_models(ModelConfig(path=model), config)
+
+    if ranks.rank() > 0:
+        ranks.follow(build, objectives)
         return
-    leader = Leader(make_backend(Path(model)), objectives)
-    measured: dict[str, float] = {}
-    for seed in count() if steps == "forever" else range(int(steps)):
+    leader = Leader(build(), objectives)
+    if (saved := Path(folder) / "load").exists():
+        leader.load(saved)
+    measured: list[dict[str, float]] = []
+    for seed in count() if steps == "forever" else range(*map(int, steps.split("-"))):
         rows = random_rows(int(rows_each), seed=seed)
-        norm = objectives["policy"].norm(rows)
-        measured = leader.train_step(rows, "policy", temperature=0.8, norm=norm, lr=1e-2)
+        norm = objective.norm(rows)
+        measured.append(leader.train_step(rows, "policy", temperature=TEMPERATURE, norm=norm, lr=config.lr))
         leader.pulse()
         if steps == "forever" and seed == 0:
             print("begun", flush=True)
-    leader.save(Path(folder))
+    scores_P = leader.score(random_rows(9, seed=PROBE_SEED), temperature=TEMPERATURE)
+    for name in ("save", "export"):
+        (Path(folder) / name).mkdir(exist_ok=True)
+    leader.save(Path(folder) / "save")()
+    leader.export(Path(folder) / "export")
     leader.stop()
-    print(json.dumps(measured))
+    print(json.dumps({"steps": measured, "logprobs": scores_P.tolist()}))
 
 
 if __name__ == "__main__":

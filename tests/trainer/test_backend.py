@@ -10,12 +10,12 @@ from transformers import AutoModelForCausalLM
 from rollfarm.config import ConfigError
 from rollfarm.run import ModelConfig, TinyModelConfig
 from tests.trainer.conftest import WORDS, make_backend, random_rows
-from trainer.backends import logprobs
+from trainer.backends import scoring
 from trainer.backends.replicated import ReplicatedBackend
 from trainer.config import TrainerConfig
 from trainer.create_model import ensure_model
 from trainer.objective import policy_objective
-from trainer.rows import Row, micro_batches
+from trainer.rows import Row
 
 OBJECTIVE = policy_objective(TrainerConfig())
 
@@ -25,17 +25,13 @@ def step(backend: ReplicatedBackend, rows: list[Row], *, temperature: float = 1.
 
 
 def weights(backend: ReplicatedBackend) -> torch.Tensor:
-    return torch.cat([tensor.flatten() for _, tensor in backend.export_named_tensors()])
+    return torch.cat([tensor.flatten() for _, tensor in backend.named_tensors()])
 
 
 def with_logp(backend: ReplicatedBackend, rows: list[Row], *, temperature: float = 1.0) -> list[tuple[Row, np.ndarray]]:
-    """Each row with f32[P], the log-probabilities of its tokens: one padded batch, longest first."""
-    (batch,) = micro_batches(rows, 10_000, torch.device("cpu"))
-    with torch.no_grad():
-        logp_P, _ = logprobs.selected_logprobs(backend.model, batch.ids_RT, batch.mask_RT, temperature=temperature)
-    longest_first = sorted(rows, key=len, reverse=True)
-    parts = logp_P.split([row.policy_tokens for row in longest_first])
-    return [(row, part.numpy()) for row, part in zip(longest_first, parts, strict=True)]
+    """Each row with f32[P], the log-probabilities of its tokens."""
+    parts = backend.score(rows, temperature=temperature).split([row.policy_tokens for row in rows])
+    return [(row, part.numpy()) for row, part in zip(rows, parts, strict=True)]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -71,7 +67,7 @@ def test_logits_made_in_chunks_give_the_same_gradient(model_path: Path, monkeypa
     whole, chunked = make_backend(model_path), make_backend(model_path)
 
     at_once = step(whole, rows)
-    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 40)
+    monkeypatch.setattr(scoring, "CHUNK_ELEMENTS", 40)
     in_parts = step(chunked, rows)
 
     assert in_parts == pytest.approx(at_once, abs=1e-5)
@@ -79,7 +75,8 @@ def test_logits_made_in_chunks_give_the_same_gradient(model_path: Path, monkeypa
 
 def test_tokens_with_a_good_advantage_become_likelier(backend: ReplicatedBackend) -> None:
     rows = [
-        Row(row.ids_T, row.mask_T, logp_P, np.ones_like(logp_P)) for row, logp_P in with_logp(backend, random_rows(8))
+        replace(row, behavior_logp_P=logp_P, advantage_P=np.ones_like(logp_P))
+        for row, logp_P in with_logp(backend, random_rows(8))
     ]
     before = sum(logp_P.sum() for _, logp_P in with_logp(backend, rows))
 
@@ -92,7 +89,8 @@ def test_tokens_with_a_good_advantage_become_likelier(backend: ReplicatedBackend
 def test_a_very_hot_policy_finds_every_token_equally_likely(backend: ReplicatedBackend) -> None:
     measured = step(backend, random_rows(8), temperature=1e6)
 
-    assert measured["entropy"] == pytest.approx(math.log(backend.model.config.vocab_size), abs=1e-4)
+    vocabulary = dict(backend.named_tensors())["lm_head.weight"].shape[0]
+    assert measured["entropy"] == pytest.approx(math.log(vocabulary), abs=1e-4)
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
@@ -117,7 +115,7 @@ def test_training_goes_on_from_a_checkpoint_as_if_never_interrupted(model_path: 
         step(straight, rows)
     for rows in batches[:2]:
         step(stopped, rows)
-    stopped.save(tmp_path)
+    stopped.save(tmp_path)()
 
     resumed = make_backend(model_path)
     resumed.load(tmp_path)
@@ -131,7 +129,7 @@ def test_a_checkpoint_of_another_model_is_refused(backend: ReplicatedBackend, tm
     other = tmp_path / "other"
     create = TinyModelConfig(words=WORDS, hidden_size=32, layers=2, context_tokens=64)
     ensure_model(ModelConfig(path=str(other), create=create))
-    backend.save(tmp_path)
+    backend.save(tmp_path)()
 
     with pytest.raises(ConfigError, match="holds another model"):
         make_backend(other).load(tmp_path)

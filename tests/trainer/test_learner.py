@@ -6,6 +6,7 @@ import torch
 from rollfarm.run import ModelConfig, RunConfig, SamplingConfig
 from rollfarm.v1 import sample_buffer_pb2
 from tests.trainer.conftest import group
+from trainer.backends.scoring import load_model
 from trainer.config import TrainerConfig, TrainerRoot
 from trainer.learner import Learner, build_learner
 
@@ -20,11 +21,9 @@ def make(model_path: Path, *, steps: int = 100, temperature: float = 1.0, **sett
 
 def preference(learner: Learner, model_path: Path) -> float:
     """How much likelier word 7 is than word 6 after the prompt that the groups share."""
-    del model_path
+    model = load_model(str(model_path))
+    model.load_state_dict(dict(learner.leader.named_tensors()))
     with torch.no_grad():
-        weights = dict(learner.leader.export_named_tensors())
-        model = learner.leader._backend.model  # pyright: ignore
-        assert weights
         logits = model(torch.tensor([[8, 9]])).logits[0, -1]
     return float(logits[7] - logits[6])
 

@@ -18,8 +18,8 @@ def row(answer: Answer) -> Row:
     return Row(
         np.array([*PROMPT, *answer.ids], np.int32),
         np.array([False] * len(PROMPT) + [True] * len(answer.ids)),
-        np.array(answer.logprobs, np.float32),
-        np.ones(len(answer.ids), np.float32),
+        behavior_logp_P=np.array(answer.logprobs, np.float32),
+        advantage_P=np.ones(len(answer.ids), np.float32),
     )
 
 

@@ -1,29 +1,77 @@
-"""Where the model lives and learns, behind one small collective Protocol.
+"""Where models live and learn, behind one small collective Protocol.
 
-A new one (FSDP2, DeepSpeed, Megatron) is one file. Losses are handed in, because tensor and pipeline parallelism make
-logits local; they are sums, and the caller says what to divide by.
+A backend is one file. Losses are handed in, because tensor and pipeline parallelism make logits local; they are sums,
+and the caller says what to divide by.
+
+Every rank holds each model and calls every method in the same order with the same arguments: all are collective. What
+is returned is the same on every rank, unless a method says otherwise.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from trainer.objective import LossFn
 from trainer.rows import Row
 
+Write = Callable[[], None]
+"""Writes what was copied; may run in another thread while training goes on. Raises OSError where there is no room."""
 
-class Backend(Protocol):
-    """The model and its optimiser, complete when constructed.
 
-    Every rank holds one and calls the methods marked *collective* in the same order with the same arguments.
-    """
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What every backend is told."""
+
+    path: str
+    """The model, in Hugging Face format: a folder, or a name of the hub."""
+
+    device: torch.device
+    """Of this rank."""
+
+    compute_dtype: torch.dtype = torch.float32
+    """Of forward and backward passes; master weights are float32."""
+
+    micro_batch_tokens: int = 8192
+    """Most tokens of one forward pass."""
+
+    max_grad_norm: float = 1.0
+    """The gradient is scaled down to this norm. 0 never scales."""
+
+    weight_decay: float = 0.0
+    """Decoupled decay of matrices."""
+
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay of Adam's moments."""
+
+
+class Scorer(Protocol):
+    """A model that is asked about tokens: the policy, a frozen reference or teacher, or a critic."""
+
+    def score(self, rows: Sequence[Row], *, temperature: float) -> Tensor:
+        """f32[P] on the CPU: of each token that the policy wrote in `rows`, in their order, its log-probability at
+        `temperature`; or what the critic expects before it, in units of reward."""
+        ...
+
+    def offload(self) -> None:
+        """Move everything from the accelerator to host memory."""
+        ...
+
+    def reload(self) -> None:
+        """Move everything back."""
+        ...
+
+
+class Backend(Scorer, Protocol):
+    """A model that learns, and its optimiser; complete when constructed."""
 
     def train_step(
         self, rows: Sequence[Row], loss_fn: LossFn, *, temperature: float, norm: float, lr: float
     ) -> dict[str, float]:
-        """One optimiser step on all `rows`, of which this rank computes its share. Collective.
+        """One optimiser step on all `rows`, of which this rank computes its share.
 
         Log-probabilities and entropies are of the policy at `temperature`: at the one that engines sampled from, the
         ratio to the behaviour policy is 1 while the weights are the same.
@@ -33,21 +81,23 @@ class Backend(Protocol):
         ...
 
     def reset_optimizer(self) -> None:
-        """Forget the optimiser's moments. Collective."""
+        """Forget the optimiser's moments."""
         ...
 
-    def export_named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor by its Hugging Face name, in a fixed order; a tied head comes under both its names."""
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor by its Hugging Face name, in a fixed order; a tied head comes under both its names. Each rank
+        has to exhaust it, and only rank 0 may look at the tensors. A tensor is good until the next one is asked for."""
         ...
 
-    def save(self, folder: Path) -> None:
-        """Write model and optimiser into an existing folder."""
+    def save(self, folder: Path) -> Write:
+        """Copy model and optimiser, to be written into an existing folder that every rank sees."""
         ...
 
     def load(self, folder: Path) -> None:
-        """Go on from what `save` wrote. Collective; only rank 0 reads. Raises ConfigError for another model."""
+        """Go on from what was written there, by as many ranks as there are or by others. Raises ConfigError for another
+        model."""
         ...
 
     def export(self, folder: Path) -> None:
-        """Write model and tokenizer in Hugging Face format."""
+        """Write model and tokenizer in Hugging Face format into an existing folder."""
         ...

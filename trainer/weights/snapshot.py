@@ -38,12 +38,14 @@ def take_snapshot(
     tensors: Iterable[tuple[str, Tensor]], *, policy_version: int, dtype: torch.dtype, bucket_size_bytes: int
 ) -> Snapshot:
     """Copy the tensors; floating-point ones are sent as `dtype`, others as they are."""
-    wired = [(name, tensor.detach(), dtype if tensor.is_floating_point() else tensor.dtype) for name, tensor in tensors]
+    by_name = {
+        name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
+        for name, tensor in tensors
+    }
     specs = [
-        engine_pb2.TensorSpec(name=name, dtype=str(sent_as).removeprefix("torch."), shape=tensor.shape)
-        for name, tensor, sent_as in wired
+        engine_pb2.TensorSpec(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tensor.shape)
+        for name, tensor in by_name.items()
     ]
-    by_name = {name: tensor for name, tensor, _ in wired}
     buffers = [_fill(bucket, by_name) for bucket in buckets.plan(specs, bucket_size_bytes)]
     return Snapshot(policy_version, specs, bucket_size_bytes, buffers)
 
