@@ -16,15 +16,8 @@ import structlog
 from google.protobuf.message import DecodeError
 
 from env_manager.hosts import Host, Hosts, Request
-from rollfarm.errors import (
-    DeadlineExceeded,
-    EnvironmentFailed,
-    FarmError,
-    InvalidArgument,
-    Unavailable,
-    WrongToken,
-    from_failure,
-)
+from rollfarm.error_wire import from_failure
+from rollfarm.errors import DeadlineExceeded, EnvironmentFailed, FarmError, InvalidArgument, Unavailable, WrongToken
 from rollfarm.service import Changed
 from rollfarm.v1 import environment_pb2
 from rollfarm.v1.environment_pb2 import AttachRequest, AttachResponse, EnvironmentHost

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollfarm import rpc
-from rollfarm.errors import FarmError, from_failure
+from rollfarm.error_wire import from_failure
+from rollfarm.errors import FarmError
 from rollfarm.v1 import sample_buffer_pb2
 
 

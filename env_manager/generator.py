@@ -16,7 +16,8 @@ import structlog
 from grpc import aio
 
 from rollfarm import rpc
-from rollfarm.errors import FarmError, from_failure, from_rpc
+from rollfarm.error_wire import from_failure, from_rpc
+from rollfarm.errors import FarmError
 from rollfarm.v1 import llm_proxy_pb2
 
 log = structlog.get_logger()

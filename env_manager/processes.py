@@ -71,7 +71,10 @@ class Processes:
         backoff = FIRST_BACKOFF_SECONDS
         while True:
             began = time.monotonic()
-            await self._live(environment, group)
+            try:
+                await self._live(environment, group)
+            except OSError as error:  # no memory, no processes or no files are left
+                log.warning("environment process not started", environment=environment, cause=str(error))
             if time.monotonic() - began >= LONG_LIFE_SECONDS:
                 backoff = FIRST_BACKOFF_SECONDS
             await asyncio.sleep(backoff)

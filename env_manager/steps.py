@@ -14,7 +14,8 @@ from grpc import aio
 
 from rollfarm import rpc
 from rollfarm.env_steps import MESSAGE_STEPS
-from rollfarm.errors import DeadlineExceeded, from_failure, from_rpc
+from rollfarm.error_wire import from_failure, from_rpc
+from rollfarm.errors import DeadlineExceeded
 from rollfarm.v1.environment_pb2 import StepManyRequest, StepRequest, StepResponse, StepResult
 
 log = structlog.get_logger()

@@ -19,7 +19,8 @@ from llm_proxy.metrics import QUEUE_SECONDS
 from llm_proxy.requests import ABORT, EngineMisbehaved
 from llm_proxy.routing import Router
 from rollfarm import rpc
-from rollfarm.errors import EngineFailed, FarmError, from_rpc
+from rollfarm.error_wire import from_rpc
+from rollfarm.errors import EngineFailed, FarmError
 from rollfarm.service import Changed
 from rollfarm.v1 import engine_pb2, engine_pb2_grpc
 

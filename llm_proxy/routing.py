@@ -29,7 +29,8 @@ from llm_proxy.settings import RoutingSettings
 from llm_proxy.stuck import StuckAttempts
 from llm_proxy.tenants import Tenant, Tenants
 from llm_proxy.waiting import WaitingLine
-from rollfarm.errors import EngineFailed, FarmError, InvalidArgument, from_failure, is_retryable, to_failure
+from rollfarm.error_wire import from_failure, to_failure
+from rollfarm.errors import EngineFailed, FarmError, InvalidArgument, is_retryable
 from rollfarm.tokens import token_count
 from rollfarm.v1 import engine_pb2, llm_proxy_pb2
 

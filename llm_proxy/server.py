@@ -20,7 +20,8 @@ from llm_proxy.tenants import Tenant
 from llm_proxy.validation import check
 from llm_proxy.weights import WeightUpdates
 from rollfarm import rpc
-from rollfarm.errors import FarmError, HttpDisabled, InvalidArgument, from_failure
+from rollfarm.error_wire import from_failure
+from rollfarm.errors import FarmError, HttpDisabled, InvalidArgument
 from rollfarm.service import poll_seconds
 from rollfarm.v1 import llm_proxy_pb2, llm_proxy_pb2_grpc
 

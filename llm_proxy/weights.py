@@ -17,6 +17,7 @@ from google.protobuf import duration_pb2
 from llm_proxy.engines import Fleet
 from llm_proxy.routing import DRAINING, SERVING, SUSPENDED
 from rollfarm import rpc
+from rollfarm.error_wire import to_failure
 from rollfarm.errors import (
     DeadlineExceeded,
     EngineFailed,
@@ -25,7 +26,6 @@ from rollfarm.errors import (
     WeightsFailed,
     WeightsMismatch,
     WeightsNotStaged,
-    to_failure,
 )
 from rollfarm.v1 import engine_pb2, llm_proxy_pb2
 

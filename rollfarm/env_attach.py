@@ -15,7 +15,8 @@ from grpc import aio
 from rollfarm import rpc
 from rollfarm.env import MAX_SESSIONS, Kind
 from rollfarm.env_server import EnvironmentServicer
-from rollfarm.errors import EnvironmentFailed, FarmError, InvalidArgument, Unavailable, WrongToken, from_rpc, to_failure
+from rollfarm.error_wire import from_rpc, to_failure
+from rollfarm.errors import EnvironmentFailed, FarmError, InvalidArgument, Unavailable, WrongToken
 from rollfarm.v1.environment_pb2 import AttachRequest, AttachResponse
 from rollfarm.v1.environment_pb2_grpc import EnvManagerServiceStub
 

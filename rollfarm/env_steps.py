@@ -8,7 +8,8 @@ from functools import partial
 from grpc import aio
 
 from rollfarm import rpc
-from rollfarm.errors import EnvironmentFailed, FarmError, UnknownSession, to_failure
+from rollfarm.error_wire import to_failure
+from rollfarm.errors import EnvironmentFailed, FarmError, UnknownSession
 from rollfarm.v1.environment_pb2 import StepManyRequest, StepManyResponse, StepRequest, StepResponse, StepResult
 from rollfarm.v1.trajectory_pb2 import Failure
 

@@ -13,7 +13,8 @@ from grpc import aio
 from grpc_health.v1 import health_pb2
 
 from rollfarm import telemetry
-from rollfarm.errors import DeadlineExceeded, FarmError, InvalidAnswer, from_rpc, is_retryable
+from rollfarm.error_wire import from_rpc
+from rollfarm.errors import DeadlineExceeded, FarmError, InvalidAnswer, is_retryable
 
 M = TypeVar("M", bound=Message)
 

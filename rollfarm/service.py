@@ -19,7 +19,8 @@ from grpc_reflection.v1alpha import reflection
 
 from rollfarm import rpc, telemetry
 from rollfarm.config import EXIT_PORT_IN_USE, Listen
-from rollfarm.errors import FarmError, to_status
+from rollfarm.error_wire import to_status
+from rollfarm.errors import FarmError
 
 log = structlog.get_logger()
 

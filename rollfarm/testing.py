@@ -18,7 +18,8 @@ from typing import Any
 from grpc import aio
 
 from rollfarm import rpc, tokens
-from rollfarm.errors import FarmError, InvalidArgument, WeightsFailed, WeightsNotStaged, to_failure
+from rollfarm.error_wire import to_failure
+from rollfarm.errors import FarmError, InvalidArgument, WeightsFailed, WeightsNotStaged
 from rollfarm.service import Changed, ErrorInterceptor
 from rollfarm.v1 import engine_pb2, engine_pb2_grpc, trajectory_pb2
 

@@ -10,7 +10,8 @@ import grpc
 import structlog
 from grpc import aio
 
-from rollfarm.errors import FarmError, to_failure
+from rollfarm.error_wire import to_failure
+from rollfarm.errors import FarmError
 from rollfarm.service import POLL_SECONDS, poll_seconds
 from rollfarm.v1 import sample_buffer_pb2 as pb
 from rollfarm.v1 import sample_buffer_pb2_grpc

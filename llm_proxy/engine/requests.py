@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rollfarm.errors import FarmError, InvalidArgument, to_failure
+from rollfarm.error_wire import to_failure
+from rollfarm.errors import FarmError, InvalidArgument
 from rollfarm.generation import check_prompt, check_sampling
 from rollfarm.tokens import Ids, pack_ids, pack_logprobs, unpack_ids
 from rollfarm.v1 import engine_pb2, trajectory_pb2

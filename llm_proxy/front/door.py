@@ -28,7 +28,7 @@ from rollfarm.chat import ChatTemplate
 from rollfarm.chat.formats import Part
 from rollfarm.chat.messages import Message
 from rollfarm.chat.replies import Reader, Reading
-from rollfarm.errors import from_failure
+from rollfarm.error_wire import from_failure
 from rollfarm.v1 import llm_proxy_pb2, trajectory_pb2
 
 log = structlog.get_logger()

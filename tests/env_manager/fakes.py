@@ -19,7 +19,8 @@ from env_manager.wiring import open_worker
 from env_manager.worlds import Worlds
 from rollfarm import rpc, times, tokens
 from rollfarm.config import Telemetry
-from rollfarm.errors import FarmError, LeaseExpired, is_retryable, to_failure
+from rollfarm.error_wire import to_failure
+from rollfarm.errors import FarmError, LeaseExpired, is_retryable
 from rollfarm.service import Changed, ErrorInterceptor, poll_seconds
 from rollfarm.v1 import (
     llm_proxy_pb2,

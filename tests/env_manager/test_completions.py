@@ -10,7 +10,8 @@ from grpc import aio
 
 from env_manager.completions import Completions
 from rollfarm import rpc
-from rollfarm.errors import LeaseExpired, to_failure
+from rollfarm.error_wire import to_failure
+from rollfarm.errors import LeaseExpired
 from rollfarm.v1 import sample_buffer_pb2 as pb
 from rollfarm.v1 import sample_buffer_pb2_grpc, trajectory_pb2
 from tests.env_manager.fakes import serving

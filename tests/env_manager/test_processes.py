@@ -1,5 +1,6 @@
 """Environments in processes of env_manager's own: real ones, which really die."""
 
+import asyncio
 import contextlib
 import os
 import subprocess
@@ -7,6 +8,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -69,6 +71,23 @@ async def test_a_process_that_hangs_is_killed_and_started_again(monkeypatch: pyt
 
         await until(hosts, lambda seen: [host.healthy for host in seen] == [True])
         assert not psutil.pid_exists(pid)
+
+
+async def test_a_process_that_cannot_be_started_is_tried_again(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(processes_module, "FIRST_BACKOFF_SECONDS", 0.01)
+    starts: list[str] = []
+    really = asyncio.create_subprocess_exec
+
+    async def start(program: str, *arguments: Any, **options: Any) -> asyncio.subprocess.Process:
+        starts.append(program)
+        return await really("/no/such/program" if len(starts) < 3 else program, *arguments, **options)
+
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
+    async with playing() as (_, worlds), contextlib.AsyncExitStack() as stack:
+        world, _ = await begin(stack, worlds, "a")
+
+        assert (await world.step(Action("on"))).text == "on"
+        assert len(starts) == 3
 
 
 FARM = """

@@ -1,6 +1,7 @@
 import pytest
 
-from rollfarm.errors import CATALOGUE, FarmError, LeaseExpired, from_failure, is_retryable, to_failure
+from rollfarm.error_wire import from_failure, to_failure
+from rollfarm.errors import CATALOGUE, FarmError, LeaseExpired, is_retryable
 
 
 @pytest.mark.parametrize("error", CATALOGUE.values(), ids=CATALOGUE.keys())

@@ -7,7 +7,8 @@ import pytest
 from llm_proxy.requests import EngineMisbehaved
 from llm_proxy.routing import BEHIND, CONNECTING, SERVING
 from rollfarm import tokens
-from rollfarm.errors import EngineFailed, InvalidArgument, UnknownEngine, to_failure
+from rollfarm.error_wire import to_failure
+from rollfarm.errors import EngineFailed, InvalidArgument, UnknownEngine
 from tests.llm_proxy.world import ABORT, LENGTH, STOP, Client, World, chunk, ids_of, spans_of
 
 

@@ -12,7 +12,8 @@ from llm_proxy.routing import BEHIND, CONNECTING, DRAINING, SERVING, SUSPENDED, 
 from llm_proxy.settings import RoutingSettings
 from llm_proxy.tenants import TenantSettings
 from rollfarm import tokens
-from rollfarm.errors import EngineFailed, QuotaExceeded, VersionUnavailable, to_failure
+from rollfarm.error_wire import to_failure
+from rollfarm.errors import EngineFailed, QuotaExceeded, VersionUnavailable
 from rollfarm.testing import simulated_logprob, simulated_token
 from rollfarm.v1 import engine_pb2, llm_proxy_pb2, trajectory_pb2
 

@@ -5,7 +5,8 @@ from typing import Any
 from llm_proxy.routing import Router
 from llm_proxy.settings import RoutingSettings
 from rollfarm import tokens
-from rollfarm.errors import EngineFailed, to_failure
+from rollfarm.error_wire import to_failure
+from rollfarm.errors import EngineFailed
 from rollfarm.v1 import engine_pb2, llm_proxy_pb2, trajectory_pb2
 
 STOP = trajectory_pb2.FINISH_REASON_STOP

@@ -9,6 +9,7 @@ from structlog.testing import capture_logs
 
 from rollfarm import rpc, service, times
 from rollfarm.config import Listen
+from rollfarm.error_wire import from_failure
 from rollfarm.errors import (
     InvalidTrajectory,
     StepOutOfOrder,
@@ -17,7 +18,6 @@ from rollfarm.errors import (
     UnknownRun,
     UnknownTrajectory,
     UnknownValidation,
-    from_failure,
 )
 from rollfarm.v1 import sample_buffer_pb2 as pb
 from rollfarm.v1 import sample_buffer_pb2_grpc

@@ -10,7 +10,8 @@ from typing import Any
 from grpc import aio
 
 from rollfarm import rpc
-from rollfarm.errors import EngineFailed, FarmError, WeightsNotStaged, to_failure
+from rollfarm.error_wire import to_failure
+from rollfarm.errors import EngineFailed, FarmError, WeightsNotStaged
 from rollfarm.service import Changed, ErrorInterceptor, poll_seconds
 from rollfarm.v1 import llm_proxy_pb2, llm_proxy_pb2_grpc, sample_buffer_pb2, sample_buffer_pb2_grpc
 from tests.trainer.conftest import ROOT, trajectory
