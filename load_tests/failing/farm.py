@@ -1,9 +1,7 @@
 """The demo's farm, as `rollfarm up` starts it, with the lake and the reward of this load test."""
 
 import json
-import os
 import subprocess
-import sys
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +10,8 @@ from load_tests.failing import injections
 from load_tests.failing.account import Account, account, read_log
 from load_tests.failing.judge import SECONDS
 from load_tests.failing.world import ENVIRONMENT_SECONDS
-from rollfarm.ports import free_ports
+from load_tests.up import DEMO, ROOT, command, environment
 
-ROOT = Path(__file__).parents[2]
-DEMO = ROOT / "examples" / "demo.toml"
 DEMO_STEPS: int = tomllib.loads(DEMO.read_text())["run"]["steps"]
 
 SANDBOXES = 16
@@ -57,17 +53,15 @@ def play(folder: Path, *, seed: int, failing: bool, steps: int, validation_episo
         "model.path": str(folder / f"{name}-model"),
         "trainer.validation_episodes": str(validation_episodes),
     }
-    argv = [sys.executable, "-m", "rollfarm", "up", str(DEMO)]
-    argv += [word for key, value in flags.items() for word in (f"--{key}", value)]
     with (folder / f"{name}.log").open("w") as log:
         try:
             status = subprocess.run(
-                argv,
+                command(DEMO, flags),
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env=environment(),
                 timeout=FINISH_SECONDS,
             ).returncode
         except subprocess.TimeoutExpired:
@@ -92,9 +86,6 @@ def _flags(seed: int, ledger: Path | None) -> dict[str, str]:
         "env_manager.environment_seconds": str(ENVIRONMENT_SECONDS),
         "env_manager.telemetry.log_format": "json",
         "env_manager.telemetry.log_level": "debug",
-        "up.base_port": str(free_ports(100)),
-        "up.console": "off",
-        "up.min_gain": "0",
     }
 
 

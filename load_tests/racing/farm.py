@@ -1,15 +1,13 @@
 """The farm's side: `rollfarm up` with the demo, until its batches reach the target."""
 
 import json
-import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
-from load_tests.racing.task import DEMO, MAX_STEPS, ROOT, RUN_SECONDS, NotReached, Raced, is_reached, lines
-from rollfarm.ports import free_ports
+from load_tests.racing.task import MAX_STEPS, RUN_SECONDS, NotReached, Raced, is_reached, lines
+from load_tests.up import DEMO, ROOT, command, environment
 
 DRAIN_SECONDS = 60.0
 LOOK_SECONDS = 0.1
@@ -28,16 +26,11 @@ def race(folder: Path, *, seed: int, alpha: float) -> Raced:
         "model.create.seed": str(seed),
         "trainer.validation_episodes": "0",
         "trainer.checkpoint_every": str(MAX_STEPS),
-        "up.base_port": str(free_ports(100)),
-        "up.console": "off",
-        "up.min_gain": "0",
     }
-    argv = [sys.executable, "-m", "rollfarm", "up", str(DEMO)]
-    argv += [word for key, value in flags.items() for word in (f"--{key}", value)]
     with (folder / f"{name}.log").open("w") as log:
         began = time.time()
         process = subprocess.Popen(
-            argv, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env={**os.environ, "OMP_NUM_THREADS": "1"}
+            command(DEMO, flags), cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment()
         )
         try:
             return _watch(process, folder / name / "metrics.jsonl", began)

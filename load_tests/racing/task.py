@@ -8,8 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
-DEMO = ROOT / "examples" / "demo.toml"
+from load_tests.up import DEMO
 
 TARGET_REWARD = 0.6
 """A random policy has about 0.1; the demo ends at about 0.78."""

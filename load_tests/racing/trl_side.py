@@ -14,7 +14,8 @@ from pathlib import Path
 
 import torch
 
-from load_tests.racing.task import MAX_STEPS, ROOT, RUN_SECONDS, NotReached, Raced, is_reached, lines
+from load_tests.racing.task import MAX_STEPS, RUN_SECONDS, NotReached, Raced, is_reached, lines
+from load_tests.up import ROOT
 
 VERSION = "1.16.0"
 VENV = ROOT / ".tools" / "trl"
