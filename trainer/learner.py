@@ -4,31 +4,39 @@ The result of a step is a pure function of the weights, the batch and the config
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 
+import numpy as np
 import structlog
 import torch
 
-from rollfarm.run import ModelConfig, RunConfig
-from rollfarm.v1 import sample_buffer_pb2
+from rollfarm.v1 import sample_buffer_pb2, trajectory_pb2
 from trainer import warm_start
-from trainer.algorithms.advantages import Advantage
+from trainer.algorithms.measures import of_critic, readable
 from trainer.algorithms.samples import Samples
 from trainer.backends import Write
-from trainer.backends.build import build_models
+from trainer.backends.build import build_models, vocabulary_of
+from trainer.batch_measures import measured
+from trainer.checkpoints import LearnerState
 from trainer.config import TrainerConfig, TrainerRoot
-from trainer.objective import Objective, advantage_of, policy_objective, supervised_objective
-from trainer.ranks import Leader
-from trainer.rows import Row, rows_of, with_column
-from trainer.samples import samples_of
-from trainer.weights.snapshot import Snapshot, take_snapshot
+from trainer.judging import Judge
+from trainer.objective import Target, ValueObjective, advantage_of, policy_objective, supervised_objective
+from trainer.ranks import Leader, Role
+from trainer.rows import Row, policy_token_count, rows_of
+from trainer.sample_table import Decoder, Sample, table_of
+from trainer.samples import check_vocabulary, refused, samples_of, was_truncated
+from trainer.weights.memory import arena_for
+from trainer.weights.snapshot import Opened, Snapshot, Snapshots
 
 log = structlog.get_logger()
 
-POLICY, SUPERVISED = "policy", "supervised"
+POLICY, SUPERVISED, CRITIC = "policy", "supervised", "critic"
+
+Trajectories = Sequence[trajectory_pb2.Trajectory]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,94 +44,121 @@ class Outcome:
     """What one step measured."""
 
     mean_reward: float
-    """Of the batch's trajectories."""
+    """Of the batch's trajectories; 0 where it has none."""
 
     metrics: dict[str, float]
     """Finite values by name."""
 
 
-def objectives(config: TrainerConfig) -> dict[str, Objective]:
+def objectives(config: TrainerConfig) -> dict[str, Target]:
     """What ranks may be asked to minimise, by name."""
-    return {POLICY: policy_objective(config), SUPERVISED: supervised_objective()}
+    known: dict[str, Target] = {POLICY: policy_objective(config), SUPERVISED: supervised_objective()}
+    return known | ({CRITIC: ValueObjective(config.critic.clip)} if config.critic else {})
 
 
 def build_learner(root: TrainerRoot) -> "Learner":
     """Rank 0's learner. Raises ConfigError."""
     known = objectives(root.trainer)
     leader = Leader(build_models(root.model, root.trainer), known)
-    return Learner(leader, known, advantage_of(root.trainer), root.run, root.model, root.trainer)
+    judge = Judge(leader, advantage_of(root.trainer), root.trainer, temperature=root.run.sampling.temperature)
+    return Learner(leader, known, judge, root, vocabulary=vocabulary_of(root.model.path))
 
 
 class Learner:
     """The policy as it is now, and how it learns from a batch."""
 
     def __init__(
-        self,
-        leader: Leader,
-        known: dict[str, Objective],
-        advantage: Advantage,
-        run: RunConfig,
-        model: ModelConfig,
-        config: TrainerConfig,
+        self, leader: Leader, known: Mapping[str, Target], judge: Judge, root: TrainerRoot, *, vocabulary: int
     ) -> None:
         self.leader = leader
         self._objectives = known
-        self._advantage = advantage
-        self._run = run
-        self._model = model
-        self._config = config
+        self._judge = judge
+        self._run = root.run
+        self._model = root.model
+        self._config = root.trainer
+        self._vocabulary = vocabulary
+        self._snapshots = Snapshots(
+            dtype=getattr(torch, self._model.dtype),
+            bucket_size_bytes=self._config.bucket_size_mb * 1024 * 1024,
+            make_arena=arena_for(self._config.transport),
+        )
 
     def learn(self, batch: sample_buffer_pb2.Batch, groups: Sequence[sample_buffer_pb2.Group]) -> Outcome:
-        """One optimiser step on the batch. A step that is not finite changes nothing but is counted."""
-        trajectories = [trajectory for group in groups for trajectory in group.trajectories]
-        samples = self._samples(groups, batch.step)
-        rows_of_each = [rows_of(each) for each in trajectories]
-        rows = with_column([row for each in rows_of_each for row in each], "advantage_P", self._advantage(samples))
-        metrics = self._improve(rows, batch.step)
+        """One batch's optimiser steps. A group that cannot be learnt from is left out; a step that is not finite, or
+        for which nothing is left, changes nothing and is counted. Raises ConfigError for another vocabulary."""
+        check_vocabulary(groups, self._vocabulary)
+        causes = refused(groups)
+        if causes:
+            log.error("groups left out", step=batch.step, batch_id=batch.batch_id, causes=causes)
+        sound = [group for group in groups if group.group_id not in causes]
+        trajectories = [trajectory for group in sound for trajectory in group.trajectories]
+        rows_of_each = [with_lag(rows_of(each), batch.policy_version) for each in trajectories]
+        metrics = {"refused_groups": float(len(causes)), **measured(trajectories, rows_of_each)}
+        if not any(map(policy_token_count, rows_of_each)):
+            self._report_skip("the policy wrote nothing in it", batch, groups)
+            return _outcome(trajectories, {**metrics, "skipped": 1.0, "tokens": 0.0})
+        samples = self._samples(sound, batch.step)
+        truncated_N = torch.tensor([was_truncated(each) for each in trajectories])
+        judged = self._judge.judge(samples, [row for each in rows_of_each for row in each], truncated_N)
+        metrics |= judged.metrics
+        if not judged.rows:
+            self._report_skip("trainer.shaping drops all of it", batch, groups)
+            return _outcome(trajectories, {**metrics, "skipped": 1.0, "tokens": 0.0})
+        metrics |= self._improve(judged.rows, batch.step)
+        metrics["zero_advantage_share"] = fmean(not row.advantage_P.any() for row in judged.rows)
         if metrics["skipped"]:
-            log.error(
-                "step skipped: loss or gradient is not finite",
-                step=batch.step,
-                batch_id=batch.batch_id,
-                group_ids=[group.group_id for group in groups],
-            )
-        lags = [batch.policy_version - min(row.oldest_version for row in each) for each in rows_of_each]
-        names = sorted({name for each in trajectories for name in each.metrics})
-        metrics |= {
-            "reward_std": float(samples.reward_N.std(correction=0)),
-            "staleness": fmean(lags),
-            "staleness_max": max(lags),
-            "zero_advantage_share": fmean(not row.advantage_P.any() for row in rows),
-            "episode_tokens": sum(map(len, rows)) / len(trajectories),
-            "episode_segments": len(rows) / len(trajectories),
-            **{
-                f"episode_{name}": fmean(each.metrics[name] for each in trajectories if name in each.metrics)
-                for name in names
-            },
-        }
-        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        return Outcome(float(samples.reward_N.mean()), finite)
+            self._report_skip("loss or gradient is not finite", batch, groups)
+        return _outcome(trajectories, metrics)
+
+    def table(self, step: int, groups: Sequence[sample_buffer_pb2.Group]) -> tuple[Sample, ...]:
+        """Some of the step's trajectories as text, where it is the turn of the step."""
+        settings = self._config.samples
+        if not settings.every or step % settings.every:
+            return ()
+        return table_of(step, groups, count=settings.count, decoder=self._tokenizer)
+
+    @cached_property
+    def _tokenizer(self) -> Decoder:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self._model.path)
 
     def _improve(self, rows: Sequence[Row], step: int) -> dict[str, float]:
         """The optimiser steps of a batch, and what they measured on average."""
-        count, temperature = min(self._config.steps_per_batch, len(rows)), self._run.sampling.temperature
-        if count * self._config.passes > 1:
-            rows = with_column(rows, "proximal_logp_P", self.leader.score(rows, temperature=temperature))
-        measured: list[dict[str, float]] = []
+        count, critic = min(self._config.steps_per_batch, len(rows)), self._config.critic
+        # Where nothing is to be learnt the step only measures: Adam's moments alone would move the weights.
+        share = self.lr_share(step) if self._teaches(rows) else 0.0
+        policy: list[dict[str, float]] = []
+        critics: list[dict[str, float]] = []
         for part in [rows[index::count] for index in range(count)] * self._config.passes:
-            norm = self._objectives[POLICY].norm(part)
-            measured.append(
-                self.leader.train_step(part, POLICY, temperature=temperature, norm=norm, lr=self.lr_at(step))
-            )
-        return together(measured)
+            if critic is not None:
+                lr = critic.lr * self.lr_share(step)
+                critics.append(of_critic(self._train(part, CRITIC, lr=lr, role=Role.CRITIC)))
+            if critic is None or step >= critic.warmup_steps:
+                policy.append(readable(self._train(part, POLICY, lr=self._config.lr * share)))
+        waiting = {"skipped": 0.0, "tokens": float(policy_token_count(rows))}
+        return {**together(critics), **(together(policy) or waiting)}
 
-    def lr_at(self, step: int) -> float:
-        """The learning rate of a step, from 0."""
+    def _train(self, rows: Sequence[Row], name: str, *, lr: float, role: Role = Role.POLICY) -> dict[str, float]:
+        norm, temperature = self._objectives[name].norm(rows), self._run.sampling.temperature
+        return self.leader.train_step(rows, name, temperature=temperature, norm=norm, lr=lr, role=role)
+
+    def _teaches(self, rows: Sequence[Row]) -> bool:
+        return bool(self._config.entropy_bonus or self._config.kl.loss or any(row.advantage_P.any() for row in rows))
+
+    def _report_skip(
+        self, cause: str, batch: sample_buffer_pb2.Batch, groups: Sequence[sample_buffer_pb2.Group]
+    ) -> None:
+        ids = [group.group_id for group in groups]
+        log.error(f"step skipped: {cause}", step=batch.step, batch_id=batch.batch_id, group_ids=ids)
+
+    def lr_share(self, step: int) -> float:
+        """The learning rate of a step, from 0, as a share of its peak."""
         config, total = self._config, self._run.steps
         warmth = min(1.0, (step + 1) / config.lr_warmup_steps) if config.lr_warmup_steps else 1.0
         done = min(1.0, step / total) if total else 0.0
         shape = {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}
-        return config.lr * warmth * shape[config.lr_schedule]
+        return warmth * shape[config.lr_schedule]
 
     def warm_start(self) -> Iterator[float]:
         """Supervised steps, one for each item: its loss. The optimiser is fresh afterwards."""
@@ -141,24 +176,27 @@ class Learner:
         for step, batch in enumerate(chosen):
             lr = settings.lr * (1 - step / settings.steps)
             norm = self._objectives[SUPERVISED].norm(batch)
-            measured = self.leader.train_step(batch, SUPERVISED, temperature=1.0, norm=norm, lr=lr)
-            yield measured.get("loss", math.nan)
+            found = self.leader.train_step(batch, SUPERVISED, temperature=1.0, norm=norm, lr=lr)
+            yield found.get("loss", math.nan)
         self.leader.reset_optimizer()
 
-    def snapshot(self, policy_version: int) -> Snapshot:
-        """A copy of the weights for engines."""
-        return take_snapshot(
-            self.leader.named_tensors(),
-            policy_version=policy_version,
-            dtype=getattr(torch, self._model.dtype),
-            bucket_size_bytes=self._config.bucket_size_mb * 1024 * 1024,
-        )
+    def snapshot(self, policy_version: int, opened: Opened = lambda snapshot: None) -> Snapshot:
+        """A copy of the weights for engines; `opened` gets it as soon as it may be sent."""
+        return self._snapshots.take(self.leader.named_tensors(), policy_version=policy_version, opened=opened)
 
     def save(self, folder: Path) -> Write:
         return self.leader.save(folder)
 
     def load(self, folder: Path) -> None:
         self.leader.load(folder)
+
+    def state(self) -> LearnerState:
+        """What is carried from step to step beside weights and optimiser."""
+        return self._judge.state()
+
+    def restore(self, state: LearnerState) -> None:
+        """Go on from such a state."""
+        self._judge.restore({name: value for name, value in state.items() if isinstance(value, (int, float))})
 
     def export(self, folder: Path) -> None:
         self.leader.export(folder)
@@ -172,15 +210,26 @@ class Learner:
         return replace(samples, reward_N=dealt_N, step_reward_K=torch.zeros_like(samples.step_reward_K))
 
 
-def together(measured: Sequence[dict[str, float]]) -> dict[str, float]:
-    """What several optimiser steps measured, as if they were one."""
-    if len(measured) == 1:
-        return measured[0]
+def with_lag(rows: Sequence[Row], policy_version: int) -> list[Row]:
+    """The rows with their lag behind this version."""
+    lags = [policy_version - row.oldest_version for row in rows]
+    return [
+        replace(row, lag_P=np.full(row.policy_tokens, lag, np.float32)) for row, lag in zip(rows, lags, strict=True)
+    ]
+
+
+def _outcome(trajectories: Trajectories, metrics: Mapping[str, float]) -> Outcome:
+    finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+    return Outcome(fmean(each.reward for each in trajectories) if trajectories else 0.0, finite)
+
+
+def together(found: Sequence[dict[str, float]]) -> dict[str, float]:
+    """What several optimiser steps measured, as if they were one. What only some measured is of these."""
 
     def over_steps(name: str) -> float:
-        values = [each[name] for each in measured]
+        values = [each[name] for each in found if name in each]
         if name.endswith("_max"):
             return max(values)
-        return sum(values) if name in ("tokens", "skipped") else fmean(values)
+        return sum(values) if name in ("tokens", "skipped", "critic_skipped") else fmean(values)
 
-    return {name: over_steps(name) for name in measured[0]}
+    return {name: over_steps(name) for name in {name: None for each in found for name in each}}

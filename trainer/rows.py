@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -19,7 +20,15 @@ from rollfarm.errors import InvalidTrajectory
 from rollfarm.tokens import unpack_ids, unpack_logprobs, versions_of
 from rollfarm.v1 import trajectory_pb2
 
-Column = Literal["behavior_logp_P", "proximal_logp_P", "reference_logp_P", "advantage_P", "old_value_P", "return_P"]
+Column = Literal[
+    "behavior_logp_P",
+    "proximal_logp_P",
+    "reference_logp_P",
+    "advantage_P",
+    "old_value_P",
+    "return_P",
+    "lag_P",
+]
 """What is known of each token that the policy wrote."""
 
 COLUMNS: tuple[Column, ...] = get_args(Column)
@@ -52,6 +61,9 @@ class Row:
 
     return_P: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
     """What it should have expected."""
+
+    lag_P: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
+    """Versions from the oldest weights that sampled any token of the row to the newest, as the batch was taken."""
 
     oldest_version: int = 0
     """The oldest weights that sampled any of its tokens."""
@@ -129,9 +141,15 @@ def _by_policy(turn: trajectory_pb2.Turn) -> bool:
 
 def with_column(rows: Sequence[Row], name: Column, values_P: Tensor) -> list[Row]:
     """The rows, each with its part of a column of all their tokens, which follow in the order of the rows."""
-    cuts = np.cumsum([row.policy_tokens for row in rows])[:-1]
+    cuts = np.cumsum([row.policy_tokens for row in rows], dtype=np.int64)[:-1]
     parts = np.split(values_P.float().cpu().numpy(), cuts)
     return [replace(row, **{name: part}) for row, part in zip(rows, parts, strict=True)]
+
+
+def column(rows: Sequence[Row], name: Column) -> Tensor:
+    """f64[P], the column of all their tokens."""
+    parts: list[NDArray[np.float32]] = [getattr(row, name) for row in rows]
+    return torch.as_tensor(np.concatenate([np.zeros(0), *parts]))
 
 
 def policy_token_count(rows: Iterable[Row]) -> int:

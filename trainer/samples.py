@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
-from rollfarm.tokens import token_count
+from rollfarm.config import ConfigError
+from rollfarm.tokens import token_count, unpack_ids, unpack_logprobs
 from rollfarm.v1 import sample_buffer_pb2, trajectory_pb2
 from trainer.algorithms.samples import Samples
 
@@ -28,6 +30,43 @@ def samples_of(groups: Sequence[sample_buffer_pb2.Group]) -> Samples:
         state_K=torch.tensor(states, dtype=torch.int64),
         action_P=torch.repeat_interleave(torch.arange(len(actions)), lengths),
     )
+
+
+def refused(groups: Sequence[sample_buffer_pb2.Group]) -> dict[str, str]:
+    """The groups that nothing can be learnt from, each with the cause. One trajectory spoils its group, whose rewards
+    are compared."""
+    found: dict[str, str] = {}
+    for group in groups:
+        if not group.trajectories:
+            found[group.group_id] = "it has no trajectories"
+        for trajectory in group.trajectories:
+            if any(not np.isfinite(unpack_logprobs(turn.logprobs)).all() for turn in trajectory.turns):
+                found[group.group_id] = f"a log-probability of trajectory {trajectory.trajectory_id} is not finite"
+    return found
+
+
+def check_vocabulary(groups: Sequence[sample_buffer_pb2.Group], vocabulary: int) -> None:
+    """Raise ConfigError for a token that the trainer's model does not know."""
+    for group in groups:
+        for trajectory in group.trajectories:
+            for turn in trajectory.turns:
+                ids_T = unpack_ids(turn.token_ids)
+                unknown = ids_T[(ids_T < 0) | (ids_T >= vocabulary)]
+                if len(unknown):
+                    raise ConfigError(
+                        f"model.path: trajectory {trajectory.trajectory_id} of group {group.group_id} has token "
+                        f"{unknown[0]}. The vocabulary of its engine has at least {ids_T.max() + 1} tokens, the "
+                        f"trainer's {vocabulary}. Give engines, env_managers and trainer the same model; the batch is "
+                        "kept."
+                    )
+
+
+def was_truncated(trajectory: trajectory_pb2.Trajectory) -> bool:
+    """Whether a limit ended it: of the episode, or of its last generation."""
+    if trajectory.outcome == trajectory_pb2.OUTCOME_TRUNCATED:
+        return True
+    reasons = [turn.finish_reason for turn in trajectory.turns if turn.author == trajectory_pb2.AUTHOR_POLICY]
+    return bool(reasons) and reasons[-1] == trajectory_pb2.FINISH_REASON_LENGTH
 
 
 def _numbers(states: Sequence[tuple[int, str]]) -> list[int]:

@@ -91,4 +91,4 @@ def test_the_learning_rate_warms_up_and_follows_its_schedule(
 ) -> None:
     learner = make(model_path, steps=10, lr=1.0, lr_schedule=schedule, lr_warmup_steps=2)
 
-    assert [learner.lr_at(step) for step in (0, 5, 9)] == pytest.approx(expected, abs=1e-3)
+    assert [learner.lr_share(step) for step in (0, 5, 9)] == pytest.approx(expected, abs=1e-3)

@@ -56,22 +56,22 @@ def rloo(samples: Samples) -> Tensor:
     """r - mean of the *other* members, an unbiased baseline (RLOO, arXiv 2402.14740). Alone it is 0."""
     size_N = count_by(samples.group_N, int(samples.group_N.max()) + 1)[samples.group_N].double()
     scale_N = size_N / (size_N - 1).clamp(min=1)
-    return (centered_by(samples.reward_N, samples.group_N) * scale_N)[samples.trajectory_P]
+    return (centered_by(samples.score_N(), samples.group_N) * scale_N)[samples.trajectory_P]
 
 
 def maxrl(samples: Samples, *, mean_floor: float = 1e-6) -> Tensor:
     """(r - mean of the group) / mean of the group, for rewards of 0 and 1: the gradient of log-likelihood, where GRPO's
     is of expected reward; hard tasks weigh more (MaxRL, arXiv 2602.02710). A mean up to `mean_floor` gives 0."""
     groups = int(samples.group_N.max()) + 1
-    mean_N = mean_by(samples.reward_N, samples.group_N, groups)[samples.group_N]
-    centered_N = centered_by(samples.reward_N, samples.group_N)
+    mean_N = mean_by(samples.score_N(), samples.group_N, groups)[samples.group_N]
+    centered_N = centered_by(samples.score_N(), samples.group_N)
     return torch.where(mean_N > mean_floor, centered_N / mean_N.clamp(min=mean_floor), 0.0)[samples.trajectory_P]
 
 
 def raft(samples: Samples, *, threshold: float = 0.0) -> Tensor:
     """1 for a trajectory whose score exceeds `threshold`, 0 for others: only successes teach (RAFT++, arXiv 2504.11343,
     with the loss `clipped`)."""
-    return (samples.reward_N > threshold).double()[samples.trajectory_P]
+    return (samples.score_N() > threshold).double()[samples.trajectory_P]
 
 
 # --- advantages in time ---
@@ -90,7 +90,7 @@ def reinforce_plus_plus(samples: Samples, *, gamma: float = 1.0) -> Tensor:
 
 def reinforce_plus_plus_baseline(samples: Samples) -> Tensor:
     """r - mean of the group, then normalised over all tokens of the batch (REINFORCE++-baseline, the same paper)."""
-    centered_P = centered_by(samples.reward_N, samples.group_N)[samples.trajectory_P]
+    centered_P = centered_by(samples.score_N(), samples.group_N)[samples.trajectory_P]
     return normalized(centered_P, samples.group_N[samples.trajectory_P], mean="batch", std="batch")
 
 
@@ -119,8 +119,35 @@ def gigpo(samples: Samples, *, gamma: float = 0.95, step_weight: float = 1.0, st
     return episode_P + step_weight * step_K[samples.action_P]
 
 
+# --- advantages by another model ---
+
+
+def gae(samples: Samples, *, gamma: float = 1.0, lam: float = 0.95) -> Tensor:
+    """A_t = d_t + gamma lam A_(t+1), with d_t = r_t + gamma V_(t+1) - V_t and V 0 after the last token (generalised
+    advantage estimation, arXiv 1506.02438, eq. 16). A step in time is a token of the policy: what the environment wrote
+    between two of them is none. V + A is what the critic should have expected."""
+    value_P = _known(samples.value_P, "a critic")
+    after_P = torch.zeros_like(value_P)
+    goes_on_P = samples.trajectory_P[1:] == samples.trajectory_P[:-1]
+    after_P[:-1] = torch.where(goes_on_P, value_P[1:], 0.0)
+    surprise_P = samples.credit_P() + gamma * after_P - value_P
+    return discounted(surprise_P, samples.trajectory_P, gamma * lam)
+
+
+def opd(samples: Samples, *, coef: float = 1.0) -> Tensor:
+    """coef * (log teacher - log policy) of each token: the policy gradient of the reverse KL to a teacher, whatever the
+    rewards (on-policy distillation, GKD, arXiv 2306.13649, with a reverse KL; MiniLLM, arXiv 2306.08543)."""
+    return coef * _known(samples.teacher_gap_P, "a teacher")
+
+
+def _known(values_P: Tensor | None, what: str) -> Tensor:
+    if values_P is None:
+        raise LookupError(f"This advantage needs {what}, and there is none.")
+    return values_P
+
+
 def _of_trajectories(samples: Samples, *, mean: Over, std: Over, std_floor: float = STD_FLOOR) -> Tensor:
-    advantage_N = normalized(samples.reward_N, samples.group_N, mean=mean, std=std, std_floor=std_floor)
+    advantage_N = normalized(samples.score_N(), samples.group_N, mean=mean, std=std, std_floor=std_floor)
     return advantage_N[samples.trajectory_P]
 
 
@@ -143,4 +170,6 @@ ADVANTAGES: dict[str, Advantage] = {
     "agentic_reinforce": agentic_reinforce,
     "step_reinforce": step_reinforce,
     "gigpo": gigpo,
+    "gae": gae,
+    "opd": opd,
 }

@@ -41,6 +41,15 @@ class Samples:
     action_P: Tensor
     """i64, the action of each token, ascending."""
 
+    penalty_P: Tensor | None = None
+    """f64, what each token is charged, in units of reward. None charges nothing."""
+
+    value_P: Tensor | None = None
+    """f64, what a critic expects of the trajectory before each token, in units of reward. None has no critic."""
+
+    teacher_gap_P: Tensor | None = None
+    """f64, log teacher - log policy of each token, as the step began. None has no teacher."""
+
     @property
     def trajectory_P(self) -> Tensor:
         """i64, the trajectory of each token."""
@@ -51,18 +60,31 @@ class Samples:
         """i64, the group of each action."""
         return self.group_N[self.trajectory_K]
 
+    def score_N(self) -> Tensor:
+        """f64, the score of each trajectory less what its tokens are charged."""
+        if self.penalty_P is None:
+            return self.reward_N
+        return self.reward_N - sum_by(self.penalty_P, self.trajectory_P, len(self.reward_N))
+
     def credit_K(self) -> Tensor:
-        """f64, what each action earned: its step reward, and what the score has beyond them with the last action."""
+        """f64, what each action earned: its step reward, and what the score has beyond them with the last action; less
+        what its tokens are charged."""
+        if self.penalty_P is None:
+            return self._paid_K()
+        return self._paid_K() - sum_by(self.penalty_P, self.action_P, len(self.trajectory_K))
+
+    def credit_P(self) -> Tensor:
+        """f64, what each token earned: what its action was paid at the action's last token; less what it is charged."""
+        is_last_P = torch.ones_like(self.action_P, dtype=torch.bool)
+        is_last_P[:-1] = self.action_P[1:] != self.action_P[:-1]
+        paid_P = torch.where(is_last_P, self._paid_K()[self.action_P], 0.0)
+        return paid_P if self.penalty_P is None else paid_P - self.penalty_P
+
+    def _paid_K(self) -> Tensor:
         rest_N = self.reward_N - sum_by(self.step_reward_K, self.trajectory_K, len(self.reward_N))
         is_last_K = torch.ones_like(self.trajectory_K, dtype=torch.bool)
         is_last_K[:-1] = self.trajectory_K[1:] != self.trajectory_K[:-1]
         return self.step_reward_K + torch.where(is_last_K, rest_N[self.trajectory_K], 0.0)
-
-    def credit_P(self) -> Tensor:
-        """f64, what each token earned: its action's credit at the action's last token."""
-        is_last_P = torch.ones_like(self.action_P, dtype=torch.bool)
-        is_last_P[:-1] = self.action_P[1:] != self.action_P[:-1]
-        return torch.where(is_last_P, self.credit_K()[self.action_P], 0.0)
 
 
 def sum_by(values: Tensor, index: Tensor, classes: int) -> Tensor:

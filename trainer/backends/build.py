@@ -1,11 +1,20 @@
-"""The models of a run, as the configuration asks for them."""
+"""The models of a run, as the configuration asks for them.
+
+Backends bring libraries that not everybody has: each is imported where it is asked for.
+"""
+
+from dataclasses import replace
+from functools import partial
 
 import torch
+from transformers import AutoConfig
 
+from rollfarm.config import ConfigError
 from rollfarm.run import ModelConfig
-from trainer.backends import Backend, Settings
+from trainer.backends import Backend, Scorer, Settings
+from trainer.backends.frozen import FrozenScorer
 from trainer.backends.replicated import ReplicatedBackend
-from trainer.backends.scoring import TokenLogprobs, load_model
+from trainer.backends.scoring import TokenLogprobs, TokenValues, load_model
 from trainer.config import TrainerConfig
 from trainer.ranks import Models, Role, choose_device, join
 
@@ -20,14 +29,74 @@ def build_models(model: ModelConfig, config: TrainerConfig) -> Models:
         compute_dtype=getattr(torch, model.dtype),
         micro_batch_tokens=config.micro_batch_tokens,
         max_grad_norm=config.max_grad_norm,
+        optimizer=config.optimizer,
         weight_decay=config.weight_decay,
         betas=config.betas,
+        entropy_gradient=config.entropy_bonus > 0,
     )
-    return Models({Role.POLICY: _policy(settings, config)})
+    learners: dict[Role, Backend] = {Role.POLICY: _policy(settings, config)}
+    if config.critic is not None:
+        learners[Role.CRITIC] = _critic(replace(settings, path=config.critic.path or model.path), config)
+    scorers: dict[Role, Scorer] = {}
+    if config.kl.needs_reference:
+        scorers[Role.REFERENCE] = _frozen(replace(settings, path=config.kl.reference or model.path), config)
+    if config.teacher is not None:
+        scorers[Role.TEACHER] = _frozen(replace(settings, path=config.teacher.path), config)
+    return Models(learners, scorers)
+
+
+def vocabulary_of(path: str) -> int:
+    """How many tokens the model of a folder or of the hub knows. Raises ConfigError."""
+    try:
+        return AutoConfig.from_pretrained(path).get_text_config().vocab_size
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path: {path!r} cannot be loaded: {error}") from None
 
 
 def _policy(settings: Settings, config: TrainerConfig) -> Backend:
-    # Other backends bring libraries that not everybody has: each is imported where it is asked for.
     match config.backend:
         case "torch":
-            return ReplicatedBackend(TokenLogprobs(load_model(settings.path)), settings)
+            model = TokenLogprobs(load_model(settings.path), entropy_gradient=settings.entropy_gradient)
+            return ReplicatedBackend(model, settings)
+        case "fsdp2":
+            from trainer.backends.fsdp2 import Fsdp2Backend
+
+            make = partial(TokenLogprobs, entropy_gradient=settings.entropy_gradient)
+            return Fsdp2Backend(make, settings, config.fsdp2)
+        case "deepspeed":
+            from trainer.backends.zero import ZeroBackend
+
+            make = partial(TokenLogprobs, entropy_gradient=settings.entropy_gradient)
+            return ZeroBackend(make, settings, config.deepspeed)
+
+
+def _critic(settings: Settings, config: TrainerConfig) -> Backend:
+    match config.backend:
+        case "torch":
+            return ReplicatedBackend(TokenValues(load_model(settings.path)), settings)
+        case "fsdp2":
+            from trainer.backends.fsdp2 import Fsdp2Backend
+
+            return Fsdp2Backend(TokenValues, settings, config.fsdp2)
+        case "deepspeed":
+            from trainer.backends.zero import ZeroBackend
+
+            return ZeroBackend(TokenValues, settings, config.deepspeed)
+        case other:
+            raise ConfigError(
+                f"trainer.critic: the backend {other!r} cannot hold a critic yet. Choose trainer.backend = 'torch', or "
+                "an advantage without a critic."
+            )
+
+
+def _frozen(settings: Settings, config: TrainerConfig) -> Scorer:
+    """A model that never learns. Ranks share rows; but for "fsdp2", which has shards, each holds the whole model."""
+    if config.backend == "fsdp2":
+        from trainer.backends.fsdp2 import Fsdp2Scorer
+
+        return Fsdp2Scorer(TokenLogprobs, settings, config.fsdp2)
+    if config.backend == "deepspeed":
+        from trainer.backends.zero import frozen
+
+        return frozen(TokenLogprobs, settings, config.deepspeed)
+    return FrozenScorer(TokenLogprobs(load_model(settings.path)), settings)

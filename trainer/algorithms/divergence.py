@@ -1,0 +1,46 @@
+"""How far a policy is from a reference, estimated from the tokens that it sampled.
+
+Each estimator takes log r = log policy - log reference of a token that the policy sampled; its mean over such tokens
+is KL(policy || reference), or a measure like it. The exact sum over the vocabulary is not here: it needs the logits of
+both models at once, which no backend hands out.
+
+Legend: P tokens.
+"""
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+Estimator = Callable[[Tensor], Tensor]
+"""f[P] log r, nats, to f[P], nats."""
+
+
+def k1(log_ratio_P: Tensor) -> Tensor:
+    """log r: unbiased, and of either sign (Schulman, http://joschu.net/blog/kl-approx.html). As a loss its gradient is
+    0 on average (arXiv 2510.01555)."""
+    return log_ratio_P
+
+
+def k2(log_ratio_P: Tensor) -> Tensor:
+    """(log r)^2 / 2: biased, and never negative (the same). As a loss its gradient is the KL's."""
+    return log_ratio_P.square() / 2
+
+
+def k3(log_ratio_P: Tensor) -> Tensor:
+    """1 / r - 1 + log r: unbiased, and never negative (the same; GRPO, arXiv 2402.03300, eq. 4)."""
+    return (-log_ratio_P).exp() - 1 + log_ratio_P
+
+
+def absolute(log_ratio_P: Tensor) -> Tensor:
+    """|log r|: a distance of its own, robust to outliers."""
+    return log_ratio_P.abs()
+
+
+def steered(coefficient: float, found: float, target: float, gain: float) -> float:
+    """The coefficient of a KL penalty for the next step, which holds the KL `found` at `target`, both in nats:
+    b (1 + gain e), e = clip(found / target - 1, -0.2, 0.2) (Ziegler et al. 2019, arXiv 1909.08593, section 2.2)."""
+    error = min(max(found / target - 1, -0.2), 0.2)
+    return coefficient * (1 + gain * error)
+
+
+ESTIMATORS: dict[str, Estimator] = {"k1": k1, "k2": k2, "k3": k3, "abs": absolute}
