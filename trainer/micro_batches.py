@@ -1,10 +1,11 @@
-"""Rows to padded micro-batches, dealt to ranks.
+"""Rows to micro-batches, dealt to ranks.
 
-Rows are sorted by length and dealt to ranks, so that micro-batches are little padded and ranks equally busy. How rows
-are grouped never changes a result: losses are sums, divided by counts over all rows. Every rank has as many
-micro-batches, for each forward pass may be collective.
+A micro-batch is rows end to end: nothing is padded, and a token budget is a budget of tokens. A model that cannot take
+rows so has them padded, and then its budget is one of padded tokens. How rows are grouped never changes a result:
+losses are sums, divided by counts over all rows. Every rank has as many micro-batches, for each forward pass may be
+collective, and ranks wait for each other in each; so those of one number cost about the same.
 
-Legend: R rows of a micro-batch, T positions of a row, P those of them that the policy wrote.
+Legend: R rows of a micro-batch, T positions of all of them, P those that the policy wrote, L positions of the longest.
 """
 
 from collections.abc import Sequence
@@ -12,20 +13,39 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from trainer.rows import COLUMNS, Row
 
+ATTENTION_TOKENS = 24_576
+"""A row of so many tokens costs as much in attention as in everything else: 12 times the hidden size H, taken as 2048.
+Of a layer's multiplications a token has 12 H^2 in matrices, and 2 H for each token before it in attention."""
+
+_Bins = list[list[int]]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicroBatch:
-    """Rows of one forward pass, padded on the right."""
+    """Rows of one forward pass, end to end."""
 
-    ids_RT: Tensor
-    """i64, 0 beyond a row's end: causal attention never looks there from within."""
+    ids_T: Tensor
+    """i64."""
 
-    mask_RT: Tensor
+    mask_T: Tensor
     """bool, true on tokens that the policy wrote."""
+
+    position_T: Tensor
+    """i64, the position in its row."""
+
+    lengths_R: Tensor
+    """i64, positions of each row."""
+
+    policy_tokens_R: Tensor
+    """i64, tokens in the mask of each row."""
+
+    at_P: Tensor
+    """i64, where each token in the mask is among T. The one before belongs to the same row."""
 
     row_P: Tensor
     """i64, the row of each of these, row by row."""
@@ -41,57 +61,140 @@ class MicroBatch:
     advantage_P: Tensor
     old_value_P: Tensor
     return_P: Tensor
+    lag_P: Tensor
+
+    longest: int
+    """L."""
 
     @property
     def rows(self) -> int:
         """R."""
-        return len(self.ids_RT)
+        return len(self.lengths_R)
 
     @property
-    def policy_tokens_R(self) -> Tensor:
-        """i64, tokens in the mask of each row."""
-        return self.mask_RT.sum(dim=1)
+    def ids_RT(self) -> Tensor:
+        """i64[R, L], the rows padded on the right by 0: causal attention never looks there from within."""
+        return self._padded(self.ids_T)
+
+    @property
+    def mask_RT(self) -> Tensor:
+        """bool[R, L], as `mask_T`."""
+        return self._padded(self.mask_T)
+
+    def _padded(self, values_T: Tensor) -> Tensor:
+        within_RL = torch.arange(self.longest, device=values_T.device) < self.lengths_R[:, None]
+        return values_T.new_zeros(within_RL.shape).masked_scatter(within_RL, values_T)
 
 
-def plan(rows: Sequence[Row], world_size: int, token_budget: int) -> list[list[list[int]]]:
-    """For each rank its micro-batches, each the places of its rows in `rows`: at most `token_budget` padded tokens.
+def plan(rows: Sequence[Row], world_size: int, token_budget: int, *, padded: bool = False) -> list[list[list[int]]]:
+    """For each rank its micro-batches, each the places of its rows in `rows`: at most `token_budget` tokens, those of
+    padding included where rows are to be padded.
 
     A row that is longer than the budget has a micro-batch of its own. Ranks that have fewer get empty ones.
     """
-    longest_first = sorted(range(len(rows)), key=lambda place: len(rows[place]), reverse=True)
-    dealt = [_cut(rows, longest_first[rank::world_size], token_budget) for rank in range(world_size)]
-    most = max(map(len, dealt))
-    return [each + [[] for _ in range(most - len(each))] for each in dealt]
+    lengths = np.array([len(row) for row in rows], np.int64)
+    longest_first = np.argsort(-lengths, kind="stable").tolist()
+    if padded:
+        return _even([_cut(lengths, longest_first[rank::world_size], token_budget) for rank in range(world_size)])
+    bins = _first_fit(lengths, longest_first, token_budget)
+    count = -(-len(bins) // world_size) * world_size
+    bins = _least_first(lengths, longest_first, token_budget, count) or bins
+    return _even(_deal(bins, lengths, world_size))
 
 
 def micro_batch(rows: Sequence[Row], places: Sequence[int], device: torch.device) -> MicroBatch:
     """The rows at these places. Without any, a row in which there is nothing to learn."""
     chosen = [rows[place] for place in places] or [_blank(rows[0])]
-    shape = len(chosen), max(len(row) for row in chosen)
-    ids_RT, mask_RT = np.zeros(shape, np.int64), np.zeros(shape, np.bool_)
-    for index, row in enumerate(chosen):
-        ids_RT[index, : len(row)] = row.ids_T
-        mask_RT[index, : len(row)] = row.mask_T
-    begins_RT = mask_RT & ~np.pad(mask_RT, ((0, 0), (1, 0)))[:, :-1]
+    lengths_R = np.array([len(row) for row in chosen], np.int64)
+    starts_R = np.cumsum(lengths_R) - lengths_R
+    mask_T = np.concatenate([row.mask_T for row in chosen])
+    if mask_T[starts_R].any():
+        raise ValueError("The first token of a row is in its mask, and nothing predicts it.")
+    # Since no row begins in the mask, a run in the mask never reaches over the end of its row.
+    begins_T = mask_T & ~np.pad(mask_T, (1, 0))[:-1]
+    row_T = np.repeat(np.arange(len(chosen)), lengths_R)
     arrays = {
-        "ids_RT": ids_RT,
-        "mask_RT": mask_RT,
-        "row_P": mask_RT.nonzero()[0],
-        "action_P": begins_RT.cumsum().reshape(shape)[mask_RT] - 1,
+        "ids_T": np.concatenate([row.ids_T for row in chosen]).astype(np.int64),
+        "mask_T": mask_T,
+        "position_T": np.arange(len(mask_T)) - starts_R[row_T],
+        "lengths_R": lengths_R,
+        "policy_tokens_R": np.array([row.policy_tokens for row in chosen], np.int64),
+        "at_P": mask_T.nonzero()[0],
+        "row_P": row_T[mask_T],
+        "action_P": begins_T.cumsum()[mask_T] - 1,
         **{name: np.concatenate([getattr(row, name) for row in chosen]) for name in COLUMNS},
     }
-    return MicroBatch(**{name: torch.as_tensor(array, device=device) for name, array in arrays.items()})
+    tensors = {name: torch.as_tensor(array, device=device) for name, array in arrays.items()}
+    return MicroBatch(**tensors, longest=int(lengths_R.max()))
 
 
-def _cut(rows: Sequence[Row], longest_first: list[int], token_budget: int) -> list[list[int]]:
-    batches: list[list[int]] = []
+def _first_fit(lengths: NDArray[np.int64], longest_first: Sequence[int], token_budget: int) -> _Bins:
+    """As few as first-fit decreasing needs: at most 11/9 of the fewest, and 6/9 (Dosa, 2007)."""
+    room = np.zeros(len(lengths), np.int64)
+    bins: _Bins = []
+    for place in longest_first:
+        fits = room[: len(bins)] >= lengths[place]
+        chosen = int(fits.argmax()) if fits.any() else len(bins)
+        if chosen == len(bins):
+            bins.append([])
+            room[chosen] = token_budget
+        bins[chosen].append(place)
+        room[chosen] -= lengths[place]
+    return bins
+
+
+def _least_first(
+    lengths: NDArray[np.int64], longest_first: Sequence[int], token_budget: int, count: int
+) -> _Bins | None:
+    """`count` micro-batches that cost about the same: the next row goes where least is, as long as it fits.
+
+    None when a row fits nowhere. Unless the budget turned rows away, the dearest costs no more than its last row above
+    the cheapest (Graham, 1969).
+    """
+    cost, tokens = np.zeros(count), np.zeros(count, np.int64)
+    bins: _Bins = [[] for _ in range(count)]
+    for place in longest_first:
+        fits = (tokens + lengths[place] <= token_budget) | (tokens == 0)
+        if not fits.any():
+            return None
+        chosen = int(np.where(fits, cost, np.inf).argmin())
+        bins[chosen].append(place)
+        tokens[chosen] += lengths[place]
+        cost[chosen] += _cost(lengths[place])
+    return bins
+
+
+def _deal(bins: _Bins, lengths: NDArray[np.int64], world_size: int) -> list[_Bins]:
+    """To ranks, the dearest first and there and back again: micro-batches of one number cost about the same, and ranks
+    in all differ by no more than the dearest from the cheapest."""
+    dearest_first = sorted(bins, key=lambda places: sum(_cost(lengths[place]) for place in places), reverse=True)
+    dealt: list[_Bins] = [[] for _ in range(world_size)]
+    for index, places in enumerate(dearest_first):
+        turn, seat = divmod(index, world_size)
+        dealt[world_size - 1 - seat if turn % 2 else seat].append(places)
+    return dealt
+
+
+def _cut(lengths: NDArray[np.int64], longest_first: list[int], token_budget: int) -> _Bins:
+    """Neighbours by length, which are little padded."""
+    bins: _Bins = []
     while longest_first:
-        count = max(1, token_budget // max(1, len(rows[longest_first[0]])))
-        batches.append(longest_first[:count])
+        count = max(1, token_budget // max(1, int(lengths[longest_first[0]])))
+        bins.append(longest_first[:count])
         longest_first = longest_first[count:]
-    return batches
+    return bins
+
+
+def _even(dealt: list[_Bins]) -> list[_Bins]:
+    most = max(map(len, dealt))
+    return [bins + [[] for _ in range(most - len(bins))] for bins in dealt]
+
+
+def _cost(length: np.int64) -> float:
+    """Of a row, in tokens of a short one."""
+    return float(length) * (1 + float(length) / ATTENTION_TOKENS)
 
 
 def _blank(row: Row) -> Row:
     nothing = np.zeros(0, np.float32)
-    return replace(row, mask_T=np.zeros_like(row.mask_T), **dict.fromkeys(COLUMNS, nothing))
+    return replace(row, ids_T=row.ids_T[:1], mask_T=np.zeros_like(row.mask_T[:1]), **dict.fromkeys(COLUMNS, nothing))

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from rollfarm.config import ConfigError
 from rollfarm.run import ModelConfig, TinyModelConfig
 from tests.trainer.conftest import WORDS, make_backend, random_rows
-from trainer.backends import scoring
+from trainer.backends import logprobs
 from trainer.backends.replicated import ReplicatedBackend
 from trainer.config import TrainerConfig
 from trainer.create_model import ensure_model
@@ -67,7 +67,7 @@ def test_logits_made_in_chunks_give_the_same_gradient(model_path: Path, monkeypa
     whole, chunked = make_backend(model_path), make_backend(model_path)
 
     at_once = step(whole, rows)
-    monkeypatch.setattr(scoring, "CHUNK_ELEMENTS", 40)
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 40)
     in_parts = step(chunked, rows)
 
     assert in_parts == pytest.approx(at_once, abs=1e-5)

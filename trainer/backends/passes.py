@@ -25,28 +25,38 @@ def backward_pass(
     norm: float,
     token_budget: int,
     device: torch.device,
+    padded: bool = False,
     backward: Callable[[Tensor], object] = Tensor.backward,
 ) -> dict[str, float]:
-    """Gradients of this rank's share of the rows. The metrics of all ranks: sums, and maxima where so named."""
+    """Gradients of this rank's share of the rows. The metrics of all ranks: sums, and maxima where so named.
+
+    `padded` as TokenModel has it, here and below.
+    """
     totals: dict[str, float] = {}
-    for places in plan(rows, world_size(), token_budget)[rank()]:
+    for places in plan(rows, world_size(), token_budget, padded=padded)[rank()]:
         batch = micro_batch(rows, places, device)
         logp_P, entropy_P = forward(batch, temperature)
         loss_sum, metrics = loss_fn(logp_P, entropy_P, batch)
         loss = loss_sum / max(norm, 1e-12)
         backward(loss)
-        _accumulate(totals, {"loss": loss.detach(), **metrics})
-    return _over_ranks(totals)
+        accumulate(totals, {"loss": loss.detach(), **metrics})
+    return over_ranks(totals)
 
 
 def score_pass(
-    rows: Sequence[Row], forward: Forward, *, temperature: float, token_budget: int, device: torch.device
+    rows: Sequence[Row],
+    forward: Forward,
+    *,
+    temperature: float,
+    token_budget: int,
+    device: torch.device,
+    padded: bool = False,
 ) -> Tensor:
     """f32[P] on the CPU: what `forward` says of each token of the rows, in their order, on every rank."""
     ends = torch.tensor([row.policy_tokens for row in rows]).cumsum(0).tolist()
     scores_P = torch.zeros(policy_token_count(rows))
     with torch.no_grad():
-        for places in plan(rows, world_size(), token_budget)[rank()]:
+        for places in plan(rows, world_size(), token_budget, padded=padded)[rank()]:
             found_P, _ = forward(micro_batch(rows, places, device), temperature)
             parts = found_P.float().cpu().split([rows[place].policy_tokens for place in places]) if places else ()
             for place, part in zip(places, parts, strict=True):
@@ -81,7 +91,8 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def _accumulate(totals: dict[str, float], metrics: Metrics) -> None:
+def accumulate(totals: dict[str, float], metrics: Metrics) -> None:
+    """Add a micro-batch's metrics: sums, and maxima where so named."""
     for name, value in metrics.items():
         found = float(value.detach())
         if name.endswith("_max"):
@@ -90,14 +101,14 @@ def _accumulate(totals: dict[str, float], metrics: Metrics) -> None:
             totals[name] = totals.get(name, 0.0) + found
 
 
-def _over_ranks(totals: dict[str, float]) -> dict[str, float]:
-    """Sums and maxima over ranks; every rank has the same names."""
+def over_ranks(totals: dict[str, float], group: dist.ProcessGroup | None = None) -> dict[str, float]:
+    """Sums and maxima over ranks, all of them or those of a group; each has the same names."""
     if world_size() == 1:
         return totals
     names = sorted(totals)
     sums = torch.tensor([totals[name] for name in names], dtype=torch.float64)
     maxima = sums.clone()
-    dist.all_reduce(sums)
-    dist.all_reduce(maxima, dist.ReduceOp.MAX)
+    dist.all_reduce(sums, group=group)
+    dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group)
     reduced = zip(names, sums.tolist(), maxima.tolist(), strict=True)
     return {name: greatest if name.endswith("_max") else total for name, total, greatest in reduced}

@@ -1,20 +1,18 @@
 """Models as backends call them: micro-batch in, a number for each token that the policy wrote out.
 
-They are modules, so that a backend may shard or wrap them as a whole. Logits are made only where the mask asks for
-them, a chunk of positions at a time, and made again in the backward pass when there is more than one chunk.
+They are modules, so that a backend may shard or wrap them as a whole. Rows go through a model end to end where its
+attention can be told where they end, and padded where it cannot: the numbers are the same.
 """
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from rollfarm.config import ConfigError
+from trainer.backends.logprobs import token_logprobs
+from trainer.backends.packed_attention import is_packed, lengths_for, pack
 from trainer.micro_batches import MicroBatch
-
-CHUNK_ELEMENTS = 16 * 1024 * 1024
-"""Most logits that exist at once: 64 MiB in float32, and a few times that while they are worked on."""
 
 
 class TokenModel(nn.Module):
@@ -22,26 +20,38 @@ class TokenModel(nn.Module):
 
     model: PreTrainedModel
 
+    @property
+    def padded(self) -> bool:
+        """Whether it has to have rows padded, so that a token budget is one of padded tokens."""
+        return not is_packed(self.model)
+
     def forward(self, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
         """f32[P] of each token in the mask, row by row: its log-probability given those before it, and the entropy
-        there (without gradient), of the policy at `temperature`, as engines sample from it. Or, by a critic, what it
-        expects before the token, and zeros."""
+        there, of the policy at `temperature`, as engines sample from it. Or, by a critic, what it expects before the
+        token, and zeros."""
         raise NotImplementedError
 
 
 class TokenLogprobs(TokenModel):
-    """A causal language model."""
+    """A causal language model. The entropies have a gradient only with `entropy_gradient`."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, *, entropy_gradient: bool = False) -> None:
         super().__init__()
         self.model = model
+        self.entropy_gradient = entropy_gradient
         _check_head(model)
 
     def forward(self, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
         head = self.model.get_output_embeddings()
         assert head is not None
-        ids_P = batch.ids_RT[:, 1:][batch.mask_RT[:, 1:]]
-        return _chunked(head, _hidden_before(self.model, batch), ids_P, temperature)
+        logp_P, entropy_P = token_logprobs(
+            head,
+            _hidden_before(self.model, batch),
+            batch.ids_T[batch.at_P],
+            temperature=temperature,
+            vocabulary=self.model.config.get_text_config().vocab_size,
+        )
+        return logp_P, entropy_P if self.entropy_gradient else entropy_P.detach()
 
 
 class TokenValues(TokenModel):
@@ -60,13 +70,30 @@ class TokenValues(TokenModel):
         return value_P, torch.zeros_like(value_P)
 
 
-def load_model(path: str) -> PreTrainedModel:
-    """The causal language model of a folder or of the hub, in float32. Raises ConfigError."""
+def load_model(path: str, *, packing: bool = True) -> PreTrainedModel:
+    """The causal language model of a folder or of the hub, in float32; with `packing` it takes rows end to end if it
+    can. Raises ConfigError."""
     logging.disable_progress_bar()
     try:
-        return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path: {path!r} cannot be loaded: {error}") from None
+    if packing:
+        pack(model)
+    return model
+
+
+def empty_model(path: str, *, packing: bool = True) -> PreTrainedModel:
+    """The same on the meta device, without a number in it. Raises ConfigError."""
+    try:
+        config = AutoConfig.from_pretrained(path)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path: {path!r} cannot be loaded: {error}") from None
+    if packing:
+        pack(model)
+    return model
 
 
 def _check_head(model: PreTrainedModel) -> None:
@@ -80,31 +107,15 @@ def _check_head(model: PreTrainedModel) -> None:
 
 
 def _hidden_before(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
-    """[P, hidden], where each token in the mask is predicted.
-
-    Rows are padded on the right, so causal attention needs no mask. Position 0 has nothing before it and is never in
-    the mask.
-    """
-    hidden_RTH = model.base_model(input_ids=batch.ids_RT, use_cache=False).last_hidden_state
-    return hidden_RTH[:, :-1][batch.mask_RT[:, 1:]]
-
-
-def _chunked(head: nn.Module, hidden_PH: Tensor, ids_P: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    vocabulary = next(head.parameters()).shape[0]
-    size = max(1, CHUNK_ELEMENTS // vocabulary)
-    if len(ids_P) <= size:
-        return _logp_and_entropy(head, hidden_PH, ids_P, temperature)
-    parts = [
-        checkpoint(_logp_and_entropy, head, *chunk, temperature, use_reentrant=False)
-        for chunk in zip(hidden_PH.split(size), ids_P.split(size), strict=True)
-    ]
-    return torch.cat([logp for logp, _ in parts]), torch.cat([entropy for _, entropy in parts])
-
-
-def _logp_and_entropy(head: nn.Module, hidden_PH: Tensor, ids_P: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    logits_PV = head(hidden_PH).float() / temperature
-    normalizer_P = torch.logsumexp(logits_PV, dim=-1)
-    logp_P = logits_PV.gather(-1, ids_P[:, None]).squeeze(-1) - normalizer_P
-    with torch.no_grad():
-        entropy_P = normalizer_P - (torch.softmax(logits_PV, dim=-1) * logits_PV).sum(-1)
-    return logp_P, entropy_P
+    """[P, H], where each token in the mask is predicted: one position before it, which is in the same row."""
+    if not is_packed(model):
+        # Rows are padded on the right, so causal attention needs no mask.
+        hidden_RLH = model.base_model(input_ids=batch.ids_RT, use_cache=False).last_hidden_state
+        return hidden_RLH[batch.row_P, batch.position_T[batch.at_P] - 1]
+    hidden_1TH = model.base_model(
+        input_ids=batch.ids_T[None],
+        position_ids=batch.position_T[None],
+        use_cache=False,
+        **lengths_for(batch.lengths_R, batch.longest),
+    ).last_hidden_state
+    return hidden_1TH[0, batch.at_P - 1]
