@@ -138,9 +138,14 @@ class WeightUpdates:
             policy_version=request.policy_version,
             tensors=request.tensors,
             bucket_size_bytes=request.bucket_size_bytes,
+            checksums=request.checksums,
         )
-        if request.HasField("stored"):
+        if transfer.HasField("stored"):
+            stage.stored.CopyFrom(transfer.stored)
+        elif request.HasField("stored"):
             stage.stored.CopyFrom(request.stored)
+        elif request.HasField("shared"):
+            stage.shared.CopyFrom(request.shared)
         await connection.ask("StageWeights", stage, timeout=_within(self._config.stage_timeout_seconds))
         self._staged[engine_id] = (transfer.instance_id, request.policy_version)
 

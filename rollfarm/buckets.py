@@ -80,14 +80,23 @@ def _runs(
     run: list[engine_pb2.TensorSpec] = []
     filled = 0
     for spec in tensors:
-        size = _numel(spec) * _itemsize(spec)
-        if run and (spec.dtype != run[0].dtype or filled + size > bucket_size_bytes):
+        if run and not fits(spec, run[0].dtype, filled, bucket_size_bytes):
             yield run[0].dtype, run
             run, filled = [], 0
         run.append(spec)
-        filled += size
+        filled += size_bytes(spec)
     if run:
         yield run[0].dtype, run
+
+
+def fits(tensor: engine_pb2.TensorSpec, dtype: str, filled_bytes: int, bucket_size_bytes: int) -> bool:
+    """Whether the tensor joins a bucket of that dtype which holds so many bytes already."""
+    return tensor.dtype == dtype and filled_bytes + size_bytes(tensor) <= bucket_size_bytes
+
+
+def size_bytes(tensor: engine_pb2.TensorSpec) -> int:
+    """Raises InvalidArgument as `plan` does."""
+    return _numel(tensor) * _itemsize(tensor)
 
 
 def _bucket(dtype: str, specs: list[engine_pb2.TensorSpec]) -> Bucket:

@@ -5,6 +5,7 @@ here: what the files hold is for the engine host to judge.
 """
 
 import hashlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
@@ -14,6 +15,9 @@ from rollfarm.v1 import engine_pb2
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+
+_THREADS = 4
+"""Files that are verified at a time."""
 
 
 def describe(folder: Path) -> engine_pb2.StoredWeights:
@@ -42,8 +46,9 @@ def verified(stored: engine_pb2.StoredWeights) -> dict[str, Path]:
     """
     folder = _folder(stored.uri)
     files = {file.path: _within(folder, file.path) for file in stored.files}
-    for file in stored.files:
-        _check(file, files[file.path])
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="verify") as threads:
+        for checked in [threads.submit(_check, file, files[file.path]) for file in stored.files]:
+            checked.result()
     return files
 
 

@@ -143,6 +143,18 @@ class TrainerConfig(Config):
     validation_timeout_seconds: float = Field(default=600.0, gt=0)
     """A validation that takes longer is given up, with a warning; training goes on."""
 
+    transport: Literal["gloo", "nccl", "store", "ipc"] = "gloo"
+    """How weights reach engines: "gloo" broadcasts them, "nccl" does by GPUs; "store" writes files that engines read,
+    and then only what changed, or the adapter where only that learns; "ipc" is memory of a machine that both share."""
+
+    store_folder: Path | None = None
+    """With "store": a folder of this run alone, under the same path for every engine host. Twice the model's size, on a
+    tmpfs of memory. Unset is run.folder/run.name/weights."""
+
+    store_deltas: bool = True
+    """With "store": an engine that serves a version before gets the tensors that differ. An engine host of vLLM or
+    SGLang keeps the whole version in memory for it."""
+
     weights_host: str = "127.0.0.1"
     """This machine's address for weights, as engines reach it: an IP address, or a name that leads to it here too."""
 

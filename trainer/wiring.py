@@ -15,7 +15,7 @@ from trainer import ranks, warm_start
 from trainer.backends.build import build_models
 from trainer.buffer import BufferClient
 from trainer.checkpoints import Checkpoints
-from trainer.config import TrainerConfig, TrainerRoot
+from trainer.config import TrainerRoot
 from trainer.controller import Controller
 from trainer.controls import Controls
 from trainer.create_model import ensure_model
@@ -23,7 +23,7 @@ from trainer.learner import build_learner, objectives
 from trainer.objective import advantage_of
 from trainer.progress import Progress
 from trainer.server import SERVICE, TrainerServicer
-from trainer.weights.gloo import Links
+from trainer.weights.build import build_transport
 from trainer.weights.publisher import Publisher
 
 
@@ -57,7 +57,7 @@ async def serve(root: TrainerRoot) -> None:
     async with rpc.channel(config.sample_buffer_address) as buffer, rpc.channel(config.llm_proxy_address) as proxy:
         publisher = Publisher(
             llm_proxy_pb2_grpc.LlmProxyServiceStub(proxy),
-            _links(config),
+            build_transport(config, root.run.path),
             mode=config.update_mode,
             concurrent_engine_count=config.rolling_engines,
             transfer_timeout_seconds=config.transfer_timeout_seconds,
@@ -96,18 +96,6 @@ async def serve(root: TrainerRoot) -> None:
             if wrong := _config_error(group):
                 raise wrong from None
             raise
-
-
-def _links(config: TrainerConfig) -> Links:
-    try:
-        return Links(
-            host=config.weights_host, port=config.weights_port, timeout_seconds=config.transfer_timeout_seconds
-        )
-    except RuntimeError as error:
-        raise ConfigError(
-            f"trainer.weights_host and weights_port: cannot listen on {config.weights_host}:{config.weights_port}. "
-            f"{str(error).splitlines()[0]}. Give an address of this machine, and another port or 0."
-        ) from None
 
 
 def _config_error(group: BaseExceptionGroup) -> ConfigError | None:

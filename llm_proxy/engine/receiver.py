@@ -1,23 +1,21 @@
 """Weights on their way in: received or read into host memory, held until they are applied.
 
-At most one version is held. Nothing here touches the model: whatever fails, the old weights keep serving. No default
-process group is used, so groups live side by side, and one that fails disturbs no other.
+At most one version is held. Nothing here touches the model: whatever fails, the old weights keep serving. A version
+counts as held only when it is what was sent: its checksums agree.
 """
 
 import asyncio
-import datetime
-import socket
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
 
+from llm_proxy.engine.groups import Group
+from llm_proxy.engine.layout import Layout, check_sums, copy_shared, table_for
 from llm_proxy.engine.stored import open_version
 from rollfarm import buckets
-from rollfarm.buckets import Bucket
-from rollfarm.errors import InvalidArgument, WeightsFailed, WeightsMismatch, WeightsNotStaged
+from rollfarm.errors import InvalidArgument, WeightsBaseMismatch, WeightsFailed, WeightsMismatch, WeightsNotStaged
 from rollfarm.run import ModelConfig
 from rollfarm.threads import in_thread
 from rollfarm.v1 import engine_pb2
@@ -25,92 +23,15 @@ from rollfarm.v1 import engine_pb2
 Allocate = Callable[[int], Tensor]
 """Host memory of so many bytes, as uint8."""
 
-_SENDER = 0
-_ALIGN_BYTES = 64
 _ONE_EACH = 0
 """The size of buckets that hold one tensor each."""
+
+_DELTA = engine_pb2.StoredWeights.KIND_DELTA
 
 
 def in_ram(size: int) -> Tensor:
     """Memory of this process."""
     return torch.empty(size, dtype=torch.uint8)
-
-
-class GlooGroup:
-    """One meeting of the trainer (rank 0) and this engine."""
-
-    def __init__(self, group: engine_pb2.WeightGroup, *, seconds: float) -> None:
-        """Block until every rank is there. `seconds` bounds this, and every broadcast. Raises WeightsFailed."""
-        self.group_name = group.group_name
-        self.memory = in_ram(0)
-        """What it filled last, for the next version."""
-
-        host, _, port = group.store_address.rpartition(":")
-        timeout = datetime.timedelta(seconds=seconds)
-        try:
-            store = TCPStore(host, int(port), is_master=False, timeout=timeout)
-            prefix = PrefixStore(group.group_name, store)
-            options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
-            options._timeout = timeout
-            options._devices = [ProcessGroupGloo.create_device(hostname=_address_towards(host, int(port)))]
-            self._group = ProcessGroupGloo(prefix, group.rank, group.world_size, options)
-        except (RuntimeError, ValueError, OSError) as error:
-            raise WeightsFailed(
-                f"Weight group {group.group_name} at {group.store_address} did not meet: {_first_line(error)}.",
-                group_name=group.group_name,
-                store_address=group.store_address,
-            ) from error
-
-    def receive(self, buffers: Iterable[Tensor]) -> None:
-        """Block until every bucket is here. Raises WeightsFailed, and then the group is of no further use."""
-        for buffer in buffers:
-            try:
-                self._group.broadcast(buffer, _SENDER).wait()  # pyright: ignore[reportAttributeAccessIssue]
-            except RuntimeError as error:
-                raise WeightsFailed(
-                    f"The sender in weight group {self.group_name} vanished: {_first_line(error)}.",
-                    group_name=self.group_name,
-                ) from error
-
-
-def _address_towards(host: str, port: int) -> str:
-    """This machine's address on the way to host:port. Nothing is sent: connecting a UDP socket only finds the way.
-
-    gloo listens there. Left to itself it takes the address of the machine's own name: on a stock Debian 127.0.1.1.
-    """
-    family, kind, protocol, _, there = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(there)
-        return probe.getsockname()[0]
-
-
-class _Layout:
-    """Where buckets lie in memory."""
-
-    def __init__(self, plan: Sequence[Bucket]) -> None:
-        self._plan = plan
-        self._places: list[int] = []
-        self.size_bytes = 0
-        for bucket in plan:
-            self._places.append(self.size_bytes)
-            self.size_bytes += -(-bucket.size_bytes // _ALIGN_BYTES) * _ALIGN_BYTES
-
-    def buffers(self, memory: Tensor) -> list[Tensor]:
-        """Each bucket, as bytes."""
-        places = zip(self._plan, self._places, strict=True)
-        return [memory[place : place + bucket.size_bytes] for bucket, place in places]
-
-    def tensors(self, memory: Tensor) -> list[tuple[str, Tensor]]:
-        """Each bucket's tensors."""
-        views: list[tuple[str, Tensor]] = []
-        for bucket, buffer in zip(self._plan, self.buffers(memory), strict=True):
-            flat = buffer.view(getattr(torch, bucket.dtype))
-            views += [(s.name, flat[s.offset : s.offset + s.numel].view(s.shape)) for s in bucket.slots]
-        return views
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +42,11 @@ class Staged:
     tensors: list[tuple[str, Tensor]]
     memory: Tensor
     """What the tensors are views of."""
+
+    base_policy_version: int | None = None
+    """Set where the tensors are only those that differ from that version's."""
+
+    from_files: bool = False
 
 
 class Receiver:
@@ -133,14 +59,26 @@ class Receiver:
         seconds: float,
         allocate: Allocate = in_ram,
         model: ModelConfig | None = None,
+        loads_parts: bool = True,
     ) -> None:
-        """`expected`: the model's tensors under all of their names. `model`: what adapters add to."""
+        """`expected`: the model's tensors under all of their names. `model`: what adapters add to.
+
+        An engine that cannot load some tensors alone, `loads_parts` False, is given whole versions: what came from
+        files is kept after it was applied, and what changes is written into it.
+        """
         self._expected = expected
         self._model = model
         self._seconds = seconds
         self._allocate = allocate
+        self._loads_parts = loads_parts
+        self._whole: Staged | None = None
+        """The version in use, where it is kept."""
+
+        self._memory = in_ram(0)
+        """What a version in another process's memory was copied to last, for the next one."""
+
         self._meeting = ""
-        self._group: GlooGroup | None = None
+        self._group: Group | None = None
         self._staging: engine_pb2.StageWeightsRequest | None = None
         """The last one begun. One that was begun earlier is not used, however late it ends."""
 
@@ -154,28 +92,30 @@ class Receiver:
         self._applying: asyncio.Task[float] | None = None
 
     async def join(self, group: engine_pb2.WeightGroup) -> None:
-        """Meet the sender. The group joined before is given up first. Raises WeightsFailed and InvalidArgument."""
-        if group.backend != "gloo":
-            raise InvalidArgument(
-                f"Weights cannot come by {group.backend!r}; this engine knows gloo.", backend=group.backend
-            )
+        """Meet the sender. The group joined before is given up first. Raises WeightsFailed, and InvalidArgument
+        and Unsupported for a backend that is not known or not here."""
         self._meeting, self._group = group.group_name, None
-        joined = await in_thread(lambda: GlooGroup(group, seconds=self._seconds))
+        joined = await in_thread(lambda: Group(group, seconds=self._seconds))
         if self._meeting == group.group_name:
             self._group = joined
 
     async def stage(self, request: engine_pb2.StageWeightsRequest) -> int:
-        """Receive a version, or read it from files; its size in bytes.
+        """Receive a version, or read it; its size in bytes.
 
-        Raises WeightsMismatch and WeightsFailed; a group is then given up.
+        Raises WeightsMismatch, WeightsBaseMismatch and WeightsFailed; a group is then given up.
         """
         async with self._reading:
             self._staged = None
         self._staging = request
-        memory, tensors = await (self._read(request) if request.HasField("stored") else self._receive(request))
+        if request.HasField("stored"):
+            staged = await self._read(request)
+        elif request.HasField("shared"):
+            staged = await self._copy(request)
+        else:
+            staged = await self._receive(request)
         self._check_newest(request)
-        self._staged = Staged(request.policy_version, tensors, memory)
-        return sum(tensor.nbytes for _, tensor in tensors)
+        self._staged = staged
+        return sum(tensor.nbytes for _, tensor in staged.tensors)
 
     def _check_newest(self, request: engine_pb2.StageWeightsRequest) -> None:
         if self._staging is not request:
@@ -184,37 +124,75 @@ class Receiver:
                 policy_version=request.policy_version,
             )
 
-    async def _receive(self, request: engine_pb2.StageWeightsRequest) -> tuple[Tensor, list[tuple[str, Tensor]]]:
+    async def _receive(self, request: engine_pb2.StageWeightsRequest) -> Staged:
         group = self._group
         if group is None or group.group_name != request.group_name:
             raise WeightsFailed(f"Weight group {request.group_name} is not joined here.", group_name=request.group_name)
         try:
             check(request.tensors, self._expected)
-            layout = _Layout(buckets.plan(request.tensors, request.bucket_size_bytes))
+            layout = Layout(buckets.plan(request.tensors, request.bucket_size_bytes))
             if group.memory.numel() < layout.size_bytes:
-                group.memory = self._allocate(layout.size_bytes)
+                group.memory = self._new(layout.size_bytes)
             memory = group.memory
-            await in_thread(lambda: group.receive(layout.buffers(memory)))
+            await in_thread(lambda: _fill(group, layout.buffers(memory), checks=request.checksums))
         except BaseException:
             if self._group is group:
                 self._group = None
             raise
         if self._group is not group:
             raise WeightsFailed(f"Weight group {group.group_name} was replaced meanwhile.", group_name=group.group_name)
-        return memory, layout.tensors(memory)
+        return Staged(request.policy_version, layout.tensors(memory), memory)
 
-    async def _read(self, request: engine_pb2.StageWeightsRequest) -> tuple[Tensor, list[tuple[str, Tensor]]]:
+    async def _copy(self, request: engine_pb2.StageWeightsRequest) -> Staged:
+        check(request.tensors, self._expected)
+        layout = Layout(buckets.plan(request.tensors, request.bucket_size_bytes))
+        if self._memory.numel() < layout.size_bytes:
+            self._memory = self._new(layout.size_bytes)
+        # Taken while it is filled: a version that comes before this one has ended finds other memory.
+        memory, self._memory = self._memory, in_ram(0)
+        buffers = layout.buffers(memory)
+        table = table_for(buffers)
+        await in_thread(lambda: check_sums(copy_shared(request.shared, [*buffers, table]), table))
+        self._check_newest(request)
+        self._memory = memory
+        return Staged(request.policy_version, layout.tensors(memory), memory)
+
+    async def _read(self, request: engine_pb2.StageWeightsRequest) -> Staged:
+        base = self._base_of(request.stored)
         version = await in_thread(lambda: open_version(request.stored, self._expected, self._model))
         self._check_newest(request)
         specs = version.specs()
-        check(specs, self._expected)
-        layout = _Layout(buckets.plan(specs, _ONE_EACH))
-        memory = self._allocate(layout.size_bytes)
-        if self._group is not None:  # an engine elsewhere is told of the newest memory alone
-            self._group.memory = in_ram(0)
+        check(specs, self._expected, whole=base is None)
+        layout = Layout(buckets.plan(specs, _ONE_EACH))
+        memory = self._new(layout.size_bytes) if base is None else in_ram(layout.size_bytes)
         tensors = layout.tensors(memory)
         await in_thread(lambda: version.copy_to(tensors))
-        return memory, tensors
+        return Staged(request.policy_version, tensors, memory, base, from_files=True)
+
+    def _base_of(self, weights: engine_pb2.StoredWeights) -> int | None:
+        """The version that a delta changes, which has to be the one in use; None for a whole version."""
+        if weights.kind != _DELTA:
+            return None
+        if not weights.HasField("base_policy_version"):
+            raise InvalidArgument("The stored delta names no base_policy_version.")
+        base, here = weights.base_policy_version, self._applied
+        if base != here or not (self._loads_parts or self._whole):
+            problem = "has no weights" if here is None else f"serves version {here}"
+            if base == here:
+                problem += " and did not read it from files"
+            raise WeightsBaseMismatch(
+                f"The delta changes version {base}; this engine {problem}.", base_policy_version=base
+            )
+        return base
+
+    def _new(self, size_bytes: int) -> Tensor:
+        """Memory for a whole version. What is kept or was used before goes: an engine elsewhere is told of the newest
+        memory alone."""
+        self._whole = None
+        self._memory = in_ram(0)
+        if self._group is not None:
+            self._group.memory = in_ram(0)
+        return self._allocate(size_bytes)
 
     async def apply(self, policy_version: int, load: Callable[[Staged], Awaitable[float]]) -> float:
         """What `load` makes of the staged version: the seconds that decoding stood still. It is then forgotten.
@@ -228,8 +206,12 @@ class Receiver:
         async with self._reading:
             if policy_version == self._applied:
                 return 0.0
-            seconds = await load(self._held(policy_version))
+            staged = self._held(policy_version)
+            if staged.base_policy_version is not None and not self._loads_parts:
+                staged = await in_thread(lambda: self._completed(staged))
+            seconds = await load(staged)
             self._applied = policy_version
+            self._whole = staged if staged.from_files and not self._loads_parts else None
             self.discard(policy_version)
             return seconds
 
@@ -237,14 +219,26 @@ class Receiver:
         """Let the engine `rest` while no version is being applied. Of discarded weights, none counts as applied."""
         async with self._reading:
             if discard_weights:
-                self._applied = None
+                self._applied = self._whole = None
             await rest()
 
     def _held(self, policy_version: int) -> Staged:
         if self._staged is None or self._staged.policy_version != policy_version:
             held = "nothing" if self._staged is None else f"version {self._staged.policy_version}"
             raise WeightsNotStaged(f"Version {policy_version} is not staged; {held} is.", policy_version=policy_version)
+        if self._staged.base_policy_version not in (None, self._applied):
+            raise WeightsNotStaged(f"Version {policy_version} changes one that is gone.", policy_version=policy_version)
         return self._staged
+
+    def _completed(self, delta: Staged) -> Staged:
+        """What is kept, with the tensors that differ written into it: the engine has its own copy of it."""
+        whole, self._whole = self._whole, None
+        assert whole is not None, "a delta was staged on nothing"
+        for name, tensor in delta.tensors:
+            for other, own in whole.tensors:
+                if self._expected[other] is self._expected[name]:
+                    own.copy_(tensor)
+        return replace(whole, policy_version=delta.policy_version)
 
     def discard(self, policy_version: int) -> None:
         """Forget the version, if it is held."""
@@ -252,10 +246,21 @@ class Receiver:
             self._staged = None
 
 
-def check(tensors: Iterable[engine_pb2.TensorSpec], expected: Mapping[str, Tensor]) -> None:
-    """Raise WeightsMismatch unless `tensors` give every parameter its value.
+def _fill(group: Group, buffers: list[Tensor], *, checks: bool) -> None:
+    """Receive the buckets, and the table of their checksums where there is one."""
+    if checks:
+        table = table_for(buffers)
+        check_sums(group.receive([*buffers, table]), table)
+    else:
+        for _ in group.receive(buffers):
+            pass
 
-    Tensors that share memory (tied heads) may come under one of their names or under several.
+
+def check(tensors: Iterable[engine_pb2.TensorSpec], expected: Mapping[str, Tensor], *, whole: bool = True) -> None:
+    """Raise WeightsMismatch unless `tensors` are the model's and, together, give every parameter its value.
+
+    Not `whole`, they may be any of them. Tensors that share memory (tied heads) may come under one of their names or
+    under several.
     """
     seen: set[int] = set()
     for spec in tensors:
@@ -274,7 +279,7 @@ def check(tensors: Iterable[engine_pb2.TensorSpec], expected: Mapping[str, Tenso
             )
         seen.add(id(own))
     for name, own in expected.items():
-        if isinstance(own, torch.nn.Parameter) and id(own) not in seen:
+        if whole and isinstance(own, torch.nn.Parameter) and id(own) not in seen:
             raise WeightsMismatch(f"Tensor {name} is missing.", tensor=name)
 
 

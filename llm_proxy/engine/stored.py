@@ -1,7 +1,9 @@
 """Versions that come from files: read, checked against the model, and copied into host memory.
 
-Files are mapped, not read as a whole, so a version costs its own size once. An adapter becomes a whole version too: the
-base model's weights with its own added. The base is read from model.path, so nothing of an earlier version leaks in.
+A delta is the tensors that differ from a version before, each whole; whether that is the one in use is the receiver's
+to know. Files are mapped, not read as a whole, so a version costs its own size once. An adapter becomes a whole version
+too: the base model's weights with its own added. The base is read from model.path, so nothing of an earlier version
+leaks in.
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,7 +24,7 @@ from rollfarm.v1 import engine_pb2
 
 @dataclass(frozen=True, slots=True)
 class StoredVersion:
-    """A whole version: tensors in mapped files, and what is added to some of them."""
+    """A version, or what it changes: tensors in mapped files, and what is added to some of them."""
 
     tensors: Mapping[str, Tensor]
     deltas: Mapping[str, Delta] = field(default_factory=dict[str, Delta])
@@ -58,11 +60,13 @@ def open_version(
     Raises InvalidArgument, Unsupported, WeightsFailed and WeightsMismatch.
     """
     files = stored.verified(weights)
-    if weights.kind == engine_pb2.StoredWeights.KIND_FULL:
+    if weights.kind in (engine_pb2.StoredWeights.KIND_FULL, engine_pb2.StoredWeights.KIND_DELTA):
         return StoredVersion(_mapped(files.values()))
     if weights.kind == engine_pb2.StoredWeights.KIND_LORA:
         return _merged(files, expected, model)
-    raise InvalidArgument(f"Stored weights of kind {weights.kind} are not known; KIND_FULL and KIND_LORA are.")
+    raise InvalidArgument(
+        f"Stored weights of kind {weights.kind} are not known; KIND_FULL, KIND_LORA and KIND_DELTA are."
+    )
 
 
 def _merged(files: Mapping[str, Path], expected: Mapping[str, Tensor], model: ModelConfig | None) -> StoredVersion:

@@ -8,7 +8,7 @@ import torch
 
 from load_tests.engine_killing.evidence import Evidence, Update
 from rollfarm.v1 import llm_proxy_pb2
-from trainer.weights.gloo import Links
+from trainer.weights.groups import Links
 from trainer.weights.publisher import Publisher
 from trainer.weights.snapshot import Snapshot, take_snapshot
 

@@ -26,15 +26,15 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from rollfarm.v1 import trajectory_pb2 as rollfarm_dot_v1_dot_trajectory__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18rollfarm/v1/engine.proto\x12\x0brollfarm.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1crollfarm/v1/trajectory.proto\"\xb1\x01\n\nGeneration\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x01(\x0c\x12\'\n\x08sampling\x18\x03 \x01(\x0b\x32\x15.rollfarm.v1.Sampling\x12\x12\n\nsession_id\x18\x04 \x01(\t\x12&\n\x06images\x18\x05 \x03(\x0b\x32\x16.rollfarm.v1.ImagePart\x12\x10\n\x08trace_id\x18\x06 \x01(\t\"\x84\x02\n\x0fGenerationChunk\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x10\n\x08logprobs\x18\x03 \x01(\x0c\x12/\n\rversion_spans\x18\x04 \x03(\x0b\x32\x18.rollfarm.v1.VersionSpan\x12\x30\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x19.rollfarm.v1.FinishReason\x12%\n\x07\x66\x61ilure\x18\x06 \x01(\x0b\x32\x14.rollfarm.v1.Failure\x12.\n\x0ctop_logprobs\x18\x07 \x01(\x0b\x32\x18.rollfarm.v1.TopLogprobs\"8\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x03\"k\n\x0bWeightGroup\x12\x12\n\ngroup_name\x18\x01 \x01(\t\x12\x15\n\rstore_address\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\x05\x12\x12\n\nworld_size\x18\x04 \x01(\x05\x12\x0f\n\x07\x62\x61\x63kend\x18\x05 \x01(\t\"L\n\x1c\x45ngineServiceGenerateRequest\x12,\n\x0bgenerations\x18\x01 \x03(\x0b\x32\x17.rollfarm.v1.Generation\"M\n\x1d\x45ngineServiceGenerateResponse\x12,\n\x06\x63hunks\x18\x01 \x03(\x0b\x32\x1c.rollfarm.v1.GenerationChunk\"1\n\x1a\x45ngineServiceCancelRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"\x1d\n\x1b\x45ngineServiceCancelResponse\"\x1b\n\x19\x45ngineServicePauseRequest\"\x1c\n\x1a\x45ngineServicePauseResponse\"\x1c\n\x1a\x45ngineServiceResumeRequest\"\x1d\n\x1b\x45ngineServiceResumeResponse\"=\n\x12JoinWeightsRequest\x12\'\n\x05group\x18\x01 \x01(\x0b\x32\x18.rollfarm.v1.WeightGroup\"\x15\n\x13JoinWeightsResponse\"\xb2\x01\n\x13StageWeightsRequest\x12\x12\n\ngroup_name\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\x12(\n\x07tensors\x18\x03 \x03(\x0b\x32\x17.rollfarm.v1.TensorSpec\x12\x19\n\x11\x62ucket_size_bytes\x18\x04 \x01(\x03\x12*\n\x06stored\x18\x05 \x01(\x0b\x32\x1a.rollfarm.v1.StoredWeights\"\xaf\x01\n\rStoredWeights\x12\x0b\n\x03uri\x18\x01 \x01(\t\x12&\n\x05\x66iles\x18\x02 \x03(\x0b\x32\x17.rollfarm.v1.StoredFile\x12-\n\x04kind\x18\x03 \x01(\x0e\x32\x1f.rollfarm.v1.StoredWeights.Kind\":\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\r\n\tKIND_FULL\x10\x01\x12\r\n\tKIND_LORA\x10\x02\">\n\nStoredFile\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\x12\x0e\n\x06sha256\x18\x03 \x01(\t\"*\n\x14StageWeightsResponse\x12\x12\n\nsize_bytes\x18\x01 \x01(\x03\"T\n\x13\x41pplyWeightsRequest\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12%\n\x04mode\x18\x02 \x01(\x0e\x32\x17.rollfarm.v1.UpdateMode\"I\n\x14\x41pplyWeightsResponse\x12\x31\n\x0epause_duration\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"/\n\x15\x44iscardWeightsRequest\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\"\x18\n\x16\x44iscardWeightsResponse\"\'\n\x0cSleepRequest\x12\x17\n\x0f\x64iscard_weights\x18\x01 \x01(\x08\"\x0f\n\rSleepResponse\"\x0f\n\rWakeUpRequest\"\x10\n\x0eWakeUpResponse\"\x1f\n\x1d\x45ngineServiceGetStatusRequest\"\xc7\x02\n\x1e\x45ngineServiceGetStatusResponse\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x02 \x01(\t\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x03\x12\x12\n\nslot_count\x18\x04 \x01(\x05\x12\x1b\n\x13\x63ontext_token_count\x18\x05 \x01(\x05\x12\x17\n\x0fvocabulary_size\x18\x06 \x01(\x05\x12\x15\n\rrunning_count\x18\x07 \x01(\x05\x12\x15\n\rwaiting_count\x18\x08 \x01(\x05\x12\x1d\n\x15generated_token_count\x18\t \x01(\x03\x12\x0e\n\x06paused\x18\n \x01(\x08\x12\x16\n\x0ekv_cache_usage\x18\x0b \x01(\x01\x12\x16\n\x0eserver_version\x18\x0c \x01(\t\x12\x10\n\x08sleeping\x18\r \x01(\x08*\x8a\x01\n\nUpdateMode\x12\x1b\n\x17UPDATE_MODE_UNSPECIFIED\x10\x00\x12\x14\n\x10UPDATE_MODE_KEEP\x10\x01\x12\x1a\n\x16UPDATE_MODE_KEEP_CACHE\x10\x02\x12\x16\n\x12UPDATE_MODE_RESUME\x10\x03\x12\x15\n\x11UPDATE_MODE_DRAIN\x10\x04\x32\xca\x07\n\rEngineService\x12\x65\n\x08Generate\x12).rollfarm.v1.EngineServiceGenerateRequest\x1a*.rollfarm.v1.EngineServiceGenerateResponse(\x01\x30\x01\x12[\n\x06\x43\x61ncel\x12\'.rollfarm.v1.EngineServiceCancelRequest\x1a(.rollfarm.v1.EngineServiceCancelResponse\x12X\n\x05Pause\x12&.rollfarm.v1.EngineServicePauseRequest\x1a\'.rollfarm.v1.EngineServicePauseResponse\x12[\n\x06Resume\x12\'.rollfarm.v1.EngineServiceResumeRequest\x1a(.rollfarm.v1.EngineServiceResumeResponse\x12P\n\x0bJoinWeights\x12\x1f.rollfarm.v1.JoinWeightsRequest\x1a .rollfarm.v1.JoinWeightsResponse\x12S\n\x0cStageWeights\x12 .rollfarm.v1.StageWeightsRequest\x1a!.rollfarm.v1.StageWeightsResponse\x12S\n\x0c\x41pplyWeights\x12 .rollfarm.v1.ApplyWeightsRequest\x1a!.rollfarm.v1.ApplyWeightsResponse\x12Y\n\x0e\x44iscardWeights\x12\".rollfarm.v1.DiscardWeightsRequest\x1a#.rollfarm.v1.DiscardWeightsResponse\x12>\n\x05Sleep\x12\x19.rollfarm.v1.SleepRequest\x1a\x1a.rollfarm.v1.SleepResponse\x12\x41\n\x06WakeUp\x12\x1a.rollfarm.v1.WakeUpRequest\x1a\x1b.rollfarm.v1.WakeUpResponse\x12\x64\n\tGetStatus\x12*.rollfarm.v1.EngineServiceGetStatusRequest\x1a+.rollfarm.v1.EngineServiceGetStatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18rollfarm/v1/engine.proto\x12\x0brollfarm.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1crollfarm/v1/trajectory.proto\"\xb1\x01\n\nGeneration\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x01(\x0c\x12\'\n\x08sampling\x18\x03 \x01(\x0b\x32\x15.rollfarm.v1.Sampling\x12\x12\n\nsession_id\x18\x04 \x01(\t\x12&\n\x06images\x18\x05 \x03(\x0b\x32\x16.rollfarm.v1.ImagePart\x12\x10\n\x08trace_id\x18\x06 \x01(\t\"\x84\x02\n\x0fGenerationChunk\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x10\n\x08logprobs\x18\x03 \x01(\x0c\x12/\n\rversion_spans\x18\x04 \x03(\x0b\x32\x18.rollfarm.v1.VersionSpan\x12\x30\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x19.rollfarm.v1.FinishReason\x12%\n\x07\x66\x61ilure\x18\x06 \x01(\x0b\x32\x14.rollfarm.v1.Failure\x12.\n\x0ctop_logprobs\x18\x07 \x01(\x0b\x32\x18.rollfarm.v1.TopLogprobs\"8\n\nTensorSpec\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x03\"k\n\x0bWeightGroup\x12\x12\n\ngroup_name\x18\x01 \x01(\t\x12\x15\n\rstore_address\x18\x02 \x01(\t\x12\x0c\n\x04rank\x18\x03 \x01(\x05\x12\x12\n\nworld_size\x18\x04 \x01(\x05\x12\x0f\n\x07\x62\x61\x63kend\x18\x05 \x01(\t\"L\n\x1c\x45ngineServiceGenerateRequest\x12,\n\x0bgenerations\x18\x01 \x03(\x0b\x32\x17.rollfarm.v1.Generation\"M\n\x1d\x45ngineServiceGenerateResponse\x12,\n\x06\x63hunks\x18\x01 \x03(\x0b\x32\x1c.rollfarm.v1.GenerationChunk\"1\n\x1a\x45ngineServiceCancelRequest\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t\"\x1d\n\x1b\x45ngineServiceCancelResponse\"\x1b\n\x19\x45ngineServicePauseRequest\"\x1c\n\x1a\x45ngineServicePauseResponse\"\x1c\n\x1a\x45ngineServiceResumeRequest\"\x1d\n\x1b\x45ngineServiceResumeResponse\"=\n\x12JoinWeightsRequest\x12\'\n\x05group\x18\x01 \x01(\x0b\x32\x18.rollfarm.v1.WeightGroup\"\x15\n\x13JoinWeightsResponse\"\xf1\x01\n\x13StageWeightsRequest\x12\x12\n\ngroup_name\x18\x01 \x01(\t\x12\x16\n\x0epolicy_version\x18\x02 \x01(\x03\x12(\n\x07tensors\x18\x03 \x03(\x0b\x32\x17.rollfarm.v1.TensorSpec\x12\x19\n\x11\x62ucket_size_bytes\x18\x04 \x01(\x03\x12*\n\x06stored\x18\x05 \x01(\x0b\x32\x1a.rollfarm.v1.StoredWeights\x12\x11\n\tchecksums\x18\x06 \x01(\x08\x12*\n\x06shared\x18\x07 \x01(\x0b\x32\x1a.rollfarm.v1.SharedWeights\".\n\rSharedWeights\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x0f\n\x07offsets\x18\x02 \x03(\x03\"\xf9\x01\n\rStoredWeights\x12\x0b\n\x03uri\x18\x01 \x01(\t\x12&\n\x05\x66iles\x18\x02 \x03(\x0b\x32\x17.rollfarm.v1.StoredFile\x12-\n\x04kind\x18\x03 \x01(\x0e\x32\x1f.rollfarm.v1.StoredWeights.Kind\x12 \n\x13\x62\x61se_policy_version\x18\x04 \x01(\x03H\x00\x88\x01\x01\"J\n\x04Kind\x12\x14\n\x10KIND_UNSPECIFIED\x10\x00\x12\r\n\tKIND_FULL\x10\x01\x12\r\n\tKIND_LORA\x10\x02\x12\x0e\n\nKIND_DELTA\x10\x03\x42\x16\n\x14_base_policy_version\">\n\nStoredFile\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x03\x12\x0e\n\x06sha256\x18\x03 \x01(\t\"*\n\x14StageWeightsResponse\x12\x12\n\nsize_bytes\x18\x01 \x01(\x03\"T\n\x13\x41pplyWeightsRequest\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12%\n\x04mode\x18\x02 \x01(\x0e\x32\x17.rollfarm.v1.UpdateMode\"I\n\x14\x41pplyWeightsResponse\x12\x31\n\x0epause_duration\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"/\n\x15\x44iscardWeightsRequest\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\"\x18\n\x16\x44iscardWeightsResponse\"\'\n\x0cSleepRequest\x12\x17\n\x0f\x64iscard_weights\x18\x01 \x01(\x08\"\x0f\n\rSleepResponse\"\x0f\n\rWakeUpRequest\"\x10\n\x0eWakeUpResponse\"\x1f\n\x1d\x45ngineServiceGetStatusRequest\"\xc7\x02\n\x1e\x45ngineServiceGetStatusResponse\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x61pter\x18\x02 \x01(\t\x12\x16\n\x0epolicy_version\x18\x03 \x01(\x03\x12\x12\n\nslot_count\x18\x04 \x01(\x05\x12\x1b\n\x13\x63ontext_token_count\x18\x05 \x01(\x05\x12\x17\n\x0fvocabulary_size\x18\x06 \x01(\x05\x12\x15\n\rrunning_count\x18\x07 \x01(\x05\x12\x15\n\rwaiting_count\x18\x08 \x01(\x05\x12\x1d\n\x15generated_token_count\x18\t \x01(\x03\x12\x0e\n\x06paused\x18\n \x01(\x08\x12\x16\n\x0ekv_cache_usage\x18\x0b \x01(\x01\x12\x16\n\x0eserver_version\x18\x0c \x01(\t\x12\x10\n\x08sleeping\x18\r \x01(\x08*\x8a\x01\n\nUpdateMode\x12\x1b\n\x17UPDATE_MODE_UNSPECIFIED\x10\x00\x12\x14\n\x10UPDATE_MODE_KEEP\x10\x01\x12\x1a\n\x16UPDATE_MODE_KEEP_CACHE\x10\x02\x12\x16\n\x12UPDATE_MODE_RESUME\x10\x03\x12\x15\n\x11UPDATE_MODE_DRAIN\x10\x04\x32\xca\x07\n\rEngineService\x12\x65\n\x08Generate\x12).rollfarm.v1.EngineServiceGenerateRequest\x1a*.rollfarm.v1.EngineServiceGenerateResponse(\x01\x30\x01\x12[\n\x06\x43\x61ncel\x12\'.rollfarm.v1.EngineServiceCancelRequest\x1a(.rollfarm.v1.EngineServiceCancelResponse\x12X\n\x05Pause\x12&.rollfarm.v1.EngineServicePauseRequest\x1a\'.rollfarm.v1.EngineServicePauseResponse\x12[\n\x06Resume\x12\'.rollfarm.v1.EngineServiceResumeRequest\x1a(.rollfarm.v1.EngineServiceResumeResponse\x12P\n\x0bJoinWeights\x12\x1f.rollfarm.v1.JoinWeightsRequest\x1a .rollfarm.v1.JoinWeightsResponse\x12S\n\x0cStageWeights\x12 .rollfarm.v1.StageWeightsRequest\x1a!.rollfarm.v1.StageWeightsResponse\x12S\n\x0c\x41pplyWeights\x12 .rollfarm.v1.ApplyWeightsRequest\x1a!.rollfarm.v1.ApplyWeightsResponse\x12Y\n\x0e\x44iscardWeights\x12\".rollfarm.v1.DiscardWeightsRequest\x1a#.rollfarm.v1.DiscardWeightsResponse\x12>\n\x05Sleep\x12\x19.rollfarm.v1.SleepRequest\x1a\x1a.rollfarm.v1.SleepResponse\x12\x41\n\x06WakeUp\x12\x1a.rollfarm.v1.WakeUpRequest\x1a\x1b.rollfarm.v1.WakeUpResponse\x12\x64\n\tGetStatus\x12*.rollfarm.v1.EngineServiceGetStatusRequest\x1a+.rollfarm.v1.EngineServiceGetStatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rollfarm.v1.engine_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_UPDATEMODE']._serialized_start=2318
-  _globals['_UPDATEMODE']._serialized_end=2456
+  _globals['_UPDATEMODE']._serialized_start=2503
+  _globals['_UPDATEMODE']._serialized_end=2641
   _globals['_GENERATION']._serialized_start=104
   _globals['_GENERATION']._serialized_end=281
   _globals['_GENERATIONCHUNK']._serialized_start=284
@@ -64,35 +64,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_JOINWEIGHTSRESPONSE']._serialized_start=1135
   _globals['_JOINWEIGHTSRESPONSE']._serialized_end=1156
   _globals['_STAGEWEIGHTSREQUEST']._serialized_start=1159
-  _globals['_STAGEWEIGHTSREQUEST']._serialized_end=1337
-  _globals['_STOREDWEIGHTS']._serialized_start=1340
-  _globals['_STOREDWEIGHTS']._serialized_end=1515
-  _globals['_STOREDWEIGHTS_KIND']._serialized_start=1457
-  _globals['_STOREDWEIGHTS_KIND']._serialized_end=1515
-  _globals['_STOREDFILE']._serialized_start=1517
-  _globals['_STOREDFILE']._serialized_end=1579
-  _globals['_STAGEWEIGHTSRESPONSE']._serialized_start=1581
-  _globals['_STAGEWEIGHTSRESPONSE']._serialized_end=1623
-  _globals['_APPLYWEIGHTSREQUEST']._serialized_start=1625
-  _globals['_APPLYWEIGHTSREQUEST']._serialized_end=1709
-  _globals['_APPLYWEIGHTSRESPONSE']._serialized_start=1711
-  _globals['_APPLYWEIGHTSRESPONSE']._serialized_end=1784
-  _globals['_DISCARDWEIGHTSREQUEST']._serialized_start=1786
-  _globals['_DISCARDWEIGHTSREQUEST']._serialized_end=1833
-  _globals['_DISCARDWEIGHTSRESPONSE']._serialized_start=1835
-  _globals['_DISCARDWEIGHTSRESPONSE']._serialized_end=1859
-  _globals['_SLEEPREQUEST']._serialized_start=1861
-  _globals['_SLEEPREQUEST']._serialized_end=1900
-  _globals['_SLEEPRESPONSE']._serialized_start=1902
-  _globals['_SLEEPRESPONSE']._serialized_end=1917
-  _globals['_WAKEUPREQUEST']._serialized_start=1919
-  _globals['_WAKEUPREQUEST']._serialized_end=1934
-  _globals['_WAKEUPRESPONSE']._serialized_start=1936
-  _globals['_WAKEUPRESPONSE']._serialized_end=1952
-  _globals['_ENGINESERVICEGETSTATUSREQUEST']._serialized_start=1954
-  _globals['_ENGINESERVICEGETSTATUSREQUEST']._serialized_end=1985
-  _globals['_ENGINESERVICEGETSTATUSRESPONSE']._serialized_start=1988
-  _globals['_ENGINESERVICEGETSTATUSRESPONSE']._serialized_end=2315
-  _globals['_ENGINESERVICE']._serialized_start=2459
-  _globals['_ENGINESERVICE']._serialized_end=3429
+  _globals['_STAGEWEIGHTSREQUEST']._serialized_end=1400
+  _globals['_SHAREDWEIGHTS']._serialized_start=1402
+  _globals['_SHAREDWEIGHTS']._serialized_end=1448
+  _globals['_STOREDWEIGHTS']._serialized_start=1451
+  _globals['_STOREDWEIGHTS']._serialized_end=1700
+  _globals['_STOREDWEIGHTS_KIND']._serialized_start=1602
+  _globals['_STOREDWEIGHTS_KIND']._serialized_end=1676
+  _globals['_STOREDFILE']._serialized_start=1702
+  _globals['_STOREDFILE']._serialized_end=1764
+  _globals['_STAGEWEIGHTSRESPONSE']._serialized_start=1766
+  _globals['_STAGEWEIGHTSRESPONSE']._serialized_end=1808
+  _globals['_APPLYWEIGHTSREQUEST']._serialized_start=1810
+  _globals['_APPLYWEIGHTSREQUEST']._serialized_end=1894
+  _globals['_APPLYWEIGHTSRESPONSE']._serialized_start=1896
+  _globals['_APPLYWEIGHTSRESPONSE']._serialized_end=1969
+  _globals['_DISCARDWEIGHTSREQUEST']._serialized_start=1971
+  _globals['_DISCARDWEIGHTSREQUEST']._serialized_end=2018
+  _globals['_DISCARDWEIGHTSRESPONSE']._serialized_start=2020
+  _globals['_DISCARDWEIGHTSRESPONSE']._serialized_end=2044
+  _globals['_SLEEPREQUEST']._serialized_start=2046
+  _globals['_SLEEPREQUEST']._serialized_end=2085
+  _globals['_SLEEPRESPONSE']._serialized_start=2087
+  _globals['_SLEEPRESPONSE']._serialized_end=2102
+  _globals['_WAKEUPREQUEST']._serialized_start=2104
+  _globals['_WAKEUPREQUEST']._serialized_end=2119
+  _globals['_WAKEUPRESPONSE']._serialized_start=2121
+  _globals['_WAKEUPRESPONSE']._serialized_end=2137
+  _globals['_ENGINESERVICEGETSTATUSREQUEST']._serialized_start=2139
+  _globals['_ENGINESERVICEGETSTATUSREQUEST']._serialized_end=2170
+  _globals['_ENGINESERVICEGETSTATUSRESPONSE']._serialized_start=2173
+  _globals['_ENGINESERVICEGETSTATUSRESPONSE']._serialized_end=2500
+  _globals['_ENGINESERVICE']._serialized_start=2644
+  _globals['_ENGINESERVICE']._serialized_end=3614
 # @@protoc_insertion_point(module_scope)

@@ -201,7 +201,7 @@ class WeightGroup(_message.Message):
     world_size: _builtins.int
     """Ranks in the group."""
     backend: _builtins.str
-    """"gloo". Engines refuse others yet."""
+    """"gloo" or "nccl", which needs a GPU at both ends. Engines refuse others."""
     def __init__(
         self,
         *,
@@ -428,12 +428,18 @@ class StageWeightsRequest(_message.Message):
     TENSORS_FIELD_NUMBER: _builtins.int
     BUCKET_SIZE_BYTES_FIELD_NUMBER: _builtins.int
     STORED_FIELD_NUMBER: _builtins.int
+    CHECKSUMS_FIELD_NUMBER: _builtins.int
+    SHARED_FIELD_NUMBER: _builtins.int
     group_name: _builtins.str
     """The group that carries it, joined before."""
     policy_version: _builtins.int
     """The version."""
     bucket_size_bytes: _builtins.int
     """Greatest bucket of more than one tensor."""
+    checksums: _builtins.bool
+    """Whether one more broadcast follows the buckets: the XXH3 64 of each bucket's bytes, 8 bytes each, little-endian.
+    The engine refuses a version whose buckets do not agree with it.
+    """
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorSpec]:
         """Every tensor, in the order of the broadcast. Consecutive tensors of one dtype are packed into buckets of at most
@@ -444,6 +450,10 @@ class StageWeightsRequest(_message.Message):
     def stored(self) -> Global___StoredWeights:
         """Set instead of group_name and bucket_size_bytes when the version lies in files."""
 
+    @_builtins.property
+    def shared(self) -> Global___SharedWeights:
+        """Set instead of group_name when the version lies in memory of the engine host's own machine."""
+
     def __init__(
         self,
         *,
@@ -452,14 +462,44 @@ class StageWeightsRequest(_message.Message):
         tensors: _abc.Iterable[Global___TensorSpec] | None = ...,
         bucket_size_bytes: _builtins.int = ...,
         stored: Global___StoredWeights | None = ...,
+        checksums: _builtins.bool = ...,
+        shared: Global___SharedWeights | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["stored", b"stored"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["shared", b"shared", "stored", b"stored"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_size_bytes", b"bucket_size_bytes", "group_name", b"group_name", "policy_version", b"policy_version", "stored", b"stored", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_size_bytes", b"bucket_size_bytes", "checksums", b"checksums", "group_name", b"group_name", "policy_version", b"policy_version", "shared", b"shared", "stored", b"stored", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StageWeightsRequest: _TypeAlias = StageWeightsRequest  # noqa: Y015
+
+@_typing.final
+class SharedWeights(_message.Message):
+    """A version in memory that the engine host can map. It is read before StageWeights is answered, and not later."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PATH_FIELD_NUMBER: _builtins.int
+    OFFSETS_FIELD_NUMBER: _builtins.int
+    path: _builtins.str
+    """Of a process on the same machine, for example "/proc/4711/fd/12"."""
+    @_builtins.property
+    def offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """First byte of each bucket and, last, of their checksums."""
+
+    def __init__(
+        self,
+        *,
+        path: _builtins.str = ...,
+        offsets: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["offsets", b"offsets", "path", b"path"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SharedWeights: _TypeAlias = SharedWeights  # noqa: Y015
 
 @_typing.final
 class StoredWeights(_message.Message):
@@ -478,6 +518,8 @@ class StoredWeights(_message.Message):
         """Every parameter, by Hugging Face name."""
         KIND_LORA: StoredWeights._Kind.ValueType  # 2
         """A LoRA adapter as peft writes it (adapter_config.json, adapter_model.safetensors), on top of the base model."""
+        KIND_DELTA: StoredWeights._Kind.ValueType  # 3
+        """The parameters that differ from those of base_policy_version, whole, by Hugging Face name."""
 
     class Kind(_Kind, metaclass=_KindEnumTypeWrapper):
         """What stored files hold."""
@@ -487,14 +529,19 @@ class StoredWeights(_message.Message):
     """Every parameter, by Hugging Face name."""
     KIND_LORA: StoredWeights.Kind.ValueType  # 2
     """A LoRA adapter as peft writes it (adapter_config.json, adapter_model.safetensors), on top of the base model."""
+    KIND_DELTA: StoredWeights.Kind.ValueType  # 3
+    """The parameters that differ from those of base_policy_version, whole, by Hugging Face name."""
 
     URI_FIELD_NUMBER: _builtins.int
     FILES_FIELD_NUMBER: _builtins.int
     KIND_FIELD_NUMBER: _builtins.int
+    BASE_POLICY_VERSION_FIELD_NUMBER: _builtins.int
     uri: _builtins.str
     """A folder, as file:///path or a plain path."""
     kind: Global___StoredWeights.Kind.ValueType
     """What the files hold."""
+    base_policy_version: _builtins.int
+    """Of KIND_DELTA: the version that it changes. An engine that serves another one refuses it."""
     @_builtins.property
     def files(self) -> _containers.RepeatedCompositeFieldContainer[Global___StoredFile]:
         """What to read there: safetensors, each verified before any is used."""
@@ -505,12 +552,15 @@ class StoredWeights(_message.Message):
         uri: _builtins.str = ...,
         files: _abc.Iterable[Global___StoredFile] | None = ...,
         kind: Global___StoredWeights.Kind.ValueType = ...,
+        base_policy_version: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_base_policy_version", b"_base_policy_version", "base_policy_version", b"base_policy_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["files", b"files", "kind", b"kind", "uri", b"uri"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_base_policy_version", b"_base_policy_version", "base_policy_version", b"base_policy_version", "files", b"files", "kind", b"kind", "uri", b"uri"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__base_policy_version: _TypeAlias = _typing.Literal["base_policy_version"]  # noqa: Y015
+    _WhichOneofArgType__base_policy_version: _TypeAlias = _typing.Literal["_base_policy_version", b"_base_policy_version"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__base_policy_version) -> _WhichOneofReturnType__base_policy_version | None: ...
 
 Global___StoredWeights: _TypeAlias = StoredWeights  # noqa: Y015
 

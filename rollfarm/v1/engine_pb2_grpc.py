@@ -137,8 +137,10 @@ class EngineServiceServicer(object):
     def StageWeights(self, request, context):
         """Receives a whole version into host memory while generation goes on, and answers when it is there.
 
-        Errors: FAILED_PRECONDITION/WEIGHTS_MISMATCH (a tensor is missing, unknown or misshaped), UNAVAILABLE/WEIGHTS_FAILED
-        (the sender vanished). In both cases the old weights keep serving.
+        Errors: FAILED_PRECONDITION/WEIGHTS_MISMATCH (a tensor is missing, unknown or misshaped),
+        FAILED_PRECONDITION/WEIGHTS_BASE_MISMATCH (a delta on a version that is not the one in use: send a full one),
+        UNAVAILABLE/WEIGHTS_FAILED (the sender vanished, or a checksum does not agree). In each case the old weights keep
+        serving.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -51,8 +51,10 @@ class EngineServiceStub:
     StageWeights: _grpc.UnaryUnaryMultiCallable[_engine_pb2.StageWeightsRequest, _engine_pb2.StageWeightsResponse]
     """Receives a whole version into host memory while generation goes on, and answers when it is there.
 
-    Errors: FAILED_PRECONDITION/WEIGHTS_MISMATCH (a tensor is missing, unknown or misshaped), UNAVAILABLE/WEIGHTS_FAILED
-    (the sender vanished). In both cases the old weights keep serving.
+    Errors: FAILED_PRECONDITION/WEIGHTS_MISMATCH (a tensor is missing, unknown or misshaped),
+    FAILED_PRECONDITION/WEIGHTS_BASE_MISMATCH (a delta on a version that is not the one in use: send a full one),
+    UNAVAILABLE/WEIGHTS_FAILED (the sender vanished, or a checksum does not agree). In each case the old weights keep
+    serving.
     """
     ApplyWeights: _grpc.UnaryUnaryMultiCallable[_engine_pb2.ApplyWeightsRequest, _engine_pb2.ApplyWeightsResponse]
     """Puts the staged version to use in one short pause. Idempotent: the version already served answers at once.
@@ -98,8 +100,10 @@ class EngineServiceAsyncStub(EngineServiceStub):
     StageWeights: _aio.UnaryUnaryMultiCallable[_engine_pb2.StageWeightsRequest, _engine_pb2.StageWeightsResponse]  # type: ignore[assignment]
     """Receives a whole version into host memory while generation goes on, and answers when it is there.
 
-    Errors: FAILED_PRECONDITION/WEIGHTS_MISMATCH (a tensor is missing, unknown or misshaped), UNAVAILABLE/WEIGHTS_FAILED
-    (the sender vanished). In both cases the old weights keep serving.
+    Errors: FAILED_PRECONDITION/WEIGHTS_MISMATCH (a tensor is missing, unknown or misshaped),
+    FAILED_PRECONDITION/WEIGHTS_BASE_MISMATCH (a delta on a version that is not the one in use: send a full one),
+    UNAVAILABLE/WEIGHTS_FAILED (the sender vanished, or a checksum does not agree). In each case the old weights keep
+    serving.
     """
     ApplyWeights: _aio.UnaryUnaryMultiCallable[_engine_pb2.ApplyWeightsRequest, _engine_pb2.ApplyWeightsResponse]  # type: ignore[assignment]
     """Puts the staged version to use in one short pause. Idempotent: the version already served answers at once.
@@ -178,8 +182,10 @@ class EngineServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_engine_pb2.StageWeightsResponse, _abc.Awaitable[_engine_pb2.StageWeightsResponse]]:
         """Receives a whole version into host memory while generation goes on, and answers when it is there.
 
-        Errors: FAILED_PRECONDITION/WEIGHTS_MISMATCH (a tensor is missing, unknown or misshaped), UNAVAILABLE/WEIGHTS_FAILED
-        (the sender vanished). In both cases the old weights keep serving.
+        Errors: FAILED_PRECONDITION/WEIGHTS_MISMATCH (a tensor is missing, unknown or misshaped),
+        FAILED_PRECONDITION/WEIGHTS_BASE_MISMATCH (a delta on a version that is not the one in use: send a full one),
+        UNAVAILABLE/WEIGHTS_FAILED (the sender vanished, or a checksum does not agree). In each case the old weights keep
+        serving.
         """
 
     @_abc_1.abstractmethod

@@ -543,10 +543,14 @@ class BeginWeightUpdateRequest(_message.Message):
     TENSORS_FIELD_NUMBER: _builtins.int
     BUCKET_SIZE_BYTES_FIELD_NUMBER: _builtins.int
     STORED_FIELD_NUMBER: _builtins.int
+    CHECKSUMS_FIELD_NUMBER: _builtins.int
+    SHARED_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     """The version."""
     bucket_size_bytes: _builtins.int
     """Greatest bucket of more than one tensor."""
+    checksums: _builtins.bool
+    """As of StageWeightsRequest."""
     @_builtins.property
     def transfers(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineTransfer]:
         """The engines to update, each with the group that carries the weights."""
@@ -559,6 +563,10 @@ class BeginWeightUpdateRequest(_message.Message):
     def stored(self) -> _engine_pb2.StoredWeights:
         """Set when the version lies in files; transfers then carry no group."""
 
+    @_builtins.property
+    def shared(self) -> _engine_pb2.SharedWeights:
+        """Set when the version lies in memory of the engines' own machine; transfers then carry no group."""
+
     def __init__(
         self,
         *,
@@ -567,10 +575,12 @@ class BeginWeightUpdateRequest(_message.Message):
         tensors: _abc.Iterable[_engine_pb2.TensorSpec] | None = ...,
         bucket_size_bytes: _builtins.int = ...,
         stored: _engine_pb2.StoredWeights | None = ...,
+        checksums: _builtins.bool = ...,
+        shared: _engine_pb2.SharedWeights | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["stored", b"stored"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["shared", b"shared", "stored", b"stored"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_size_bytes", b"bucket_size_bytes", "policy_version", b"policy_version", "stored", b"stored", "tensors", b"tensors", "transfers", b"transfers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_size_bytes", b"bucket_size_bytes", "checksums", b"checksums", "policy_version", b"policy_version", "shared", b"shared", "stored", b"stored", "tensors", b"tensors", "transfers", b"transfers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -586,6 +596,7 @@ class EngineTransfer(_message.Message):
     INSTANCE_ID_FIELD_NUMBER: _builtins.int
     GROUP_FIELD_NUMBER: _builtins.int
     JOIN_FIELD_NUMBER: _builtins.int
+    STORED_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """The engine."""
     instance_id: _builtins.str
@@ -596,6 +607,10 @@ class EngineTransfer(_message.Message):
     def group(self) -> _engine_pb2.WeightGroup:
         """Its process group."""
 
+    @_builtins.property
+    def stored(self) -> _engine_pb2.StoredWeights:
+        """What this engine reads, in place of the request's."""
+
     def __init__(
         self,
         *,
@@ -603,10 +618,11 @@ class EngineTransfer(_message.Message):
         instance_id: _builtins.str = ...,
         group: _engine_pb2.WeightGroup | None = ...,
         join: _builtins.bool = ...,
+        stored: _engine_pb2.StoredWeights | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["group", b"group"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "stored", b"stored"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id", "group", b"group", "instance_id", b"instance_id", "join", b"join"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id", "group", b"group", "instance_id", b"instance_id", "join", b"join", "stored", b"stored"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

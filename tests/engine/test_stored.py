@@ -209,7 +209,7 @@ async def test_an_unknown_kind_is_refused(embedded: Host, tmp_path: Path) -> Non
     weights = write(tmp_path / "v", other_weights(embedded.model, 114))
     weights.kind = engine_pb2.StoredWeights.KIND_UNSPECIFIED
 
-    with pytest.raises(InvalidArgument, match="KIND_FULL and KIND_LORA"):
+    with pytest.raises(InvalidArgument, match="KIND_FULL, KIND_LORA and KIND_DELTA"):
         await stage(embedded, weights)
 
 

@@ -20,7 +20,8 @@ import torch
 from env_manager.config import EnvManagerConfig
 from env_manager.rendering import Renderer
 from env_manager.wiring import open_worker
-from llm_proxy.engine.receiver import GlooGroup
+from llm_proxy.engine.groups import Group
+from llm_proxy.engine.layout import check_sums, table_for
 from reward_gateway.config import RewardGatewayConfig
 from reward_gateway.wiring import open_gateway
 from rollfarm import buckets, rpc, tokens
@@ -48,13 +49,14 @@ class ReceivingEngine(SimulatedEngine):
     """Meets the trainer and takes in its weights."""
 
     async def JoinWeights(self, request: Any, context: Any) -> Any:
-        self.group = await in_thread(lambda: GlooGroup(request.group, seconds=SECONDS))
+        self.group = await in_thread(lambda: Group(request.group, seconds=SECONDS))
         return await super().JoinWeights(request, context)
 
     async def StageWeights(self, request: Any, context: Any) -> Any:
         plan = buckets.plan(request.tensors, request.bucket_size_bytes)
         room = [torch.empty(bucket.size_bytes, dtype=torch.uint8) for bucket in plan]
-        await in_thread(lambda: self.group.receive(room))
+        table = table_for(room)
+        await in_thread(lambda: check_sums(self.group.receive([*room, table]), table))
         return await super().StageWeights(request, context)
 
 

@@ -23,7 +23,7 @@ from trainer.controller import Controller
 from trainer.controls import Controls
 from trainer.learner import build_learner
 from trainer.progress import Progress
-from trainer.weights.gloo import Links
+from trainer.weights.groups import Links
 from trainer.weights.publisher import Publisher
 
 
@@ -53,7 +53,7 @@ class Farm:
     def with_run(self, **changes: object) -> "Farm":
         return replace(self, root=self.root.model_copy(update={"run": self.root.run.model_copy(update=changes)}))
 
-    def trainer(self) -> Trainer:
+    def trainer(self, *, keep: int = 2, keep_best: int = 0) -> Trainer:
         run = self.root.run
         progress, controls = Progress(run.name, run.steps, run.path / "metrics.jsonl"), Controls()
         links = Links(host="127.0.0.1", port=0, timeout_seconds=5)
@@ -63,7 +63,7 @@ class Farm:
             lambda: build_learner(self.root),
             BufferClient(self.buffer, run_id=run.name, trainer_id=uuid.uuid4().hex),
             publisher,
-            Checkpoints(run.path / "checkpoints", run_id=run.name, keep=2),
+            Checkpoints(run.path / "checkpoints", run_id=run.name, keep=keep, keep_best=keep_best),
             progress,
             controls,
         )

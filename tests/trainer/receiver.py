@@ -5,7 +5,8 @@ import sys
 
 import torch
 
-from llm_proxy.engine.receiver import GlooGroup
+from llm_proxy.engine.groups import Group
+from llm_proxy.engine.layout import check_sums, table_for
 from rollfarm import buckets
 from rollfarm.errors import FarmError
 from rollfarm.v1 import engine_pb2, llm_proxy_pb2
@@ -13,11 +14,12 @@ from rollfarm.v1 import engine_pb2, llm_proxy_pb2
 SECONDS = 20.0
 
 
-def receive(group: GlooGroup, request: llm_proxy_pb2.BeginWeightUpdateRequest) -> dict[str, str]:
+def receive(group: Group, request: llm_proxy_pb2.BeginWeightUpdateRequest) -> dict[str, str]:
     """The hash of each tensor."""
     plan = buckets.plan(request.tensors, request.bucket_size_bytes)
     buffers = [torch.empty(bucket.size_bytes, dtype=torch.uint8) for bucket in plan]
-    group.receive(buffers)
+    table = table_for(buffers)
+    check_sums(group.receive([*buffers, table]), table)
     held: dict[str, str] = {}
     for bucket, buffer in zip(plan, buffers, strict=True):
         flat = buffer.view(getattr(torch, bucket.dtype))
@@ -28,7 +30,7 @@ def receive(group: GlooGroup, request: llm_proxy_pb2.BeginWeightUpdateRequest) -
 
 
 def main() -> None:
-    group: GlooGroup | None = None
+    group: Group | None = None
     held: dict[str, str] = {}
     print("ready", flush=True)
     for line in sys.stdin:
@@ -37,7 +39,7 @@ def main() -> None:
         try:
             if verb == "join":
                 meeting = engine_pb2.WeightGroup.FromString(bytes.fromhex(payload))
-                group = GlooGroup(meeting, seconds=SECONDS)
+                group = Group(meeting, seconds=SECONDS)
             elif verb == "stage" and group is not None:
                 held = receive(group, llm_proxy_pb2.BeginWeightUpdateRequest.FromString(bytes.fromhex(payload)))
             elif verb == "held":

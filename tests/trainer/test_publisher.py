@@ -13,7 +13,7 @@ from rollfarm import rpc
 from rollfarm.config import ConfigError
 from rollfarm.v1 import llm_proxy_pb2_grpc
 from tests.trainer.stand_ins import Receiver, StandInProxy, serving_proxy
-from trainer.weights.gloo import Links
+from trainer.weights.groups import Links
 from trainer.weights.publisher import Publisher
 from trainer.weights.snapshot import Snapshot, take_snapshot
 

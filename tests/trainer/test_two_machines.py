@@ -14,12 +14,13 @@ import psutil
 import pytest
 import torch
 
-from llm_proxy.engine.receiver import GlooGroup
+from llm_proxy.engine.groups import Group
+from llm_proxy.engine.layout import check_sums, table_for
 from rollfarm import buckets
 from rollfarm.v1 import llm_proxy_pb2
 from tests.trainer.conftest import ROOT
 from tests.trainer.test_publisher import snapshot
-from trainer.weights.gloo import Links
+from trainer.weights.groups import Links
 
 TRAINER, ENGINE = "10.231.77.1", "10.231.77.2"
 
@@ -102,10 +103,12 @@ async def test_both_ends_listen_where_the_other_can_reach_them() -> None:
 
     async def begin(request: llm_proxy_pb2.BeginWeightUpdateRequest) -> llm_proxy_pb2.BeginWeightUpdateResponse:
         (transfer,) = request.transfers
-        engine = await asyncio.to_thread(GlooGroup, transfer.group, seconds=10)
+        engine = await asyncio.to_thread(Group, transfer.group, seconds=10)
         assert {address for address, _ in listening() - before} == {"127.0.0.2", "127.0.0.1"}
         plan = buckets.plan(request.tensors, request.bucket_size_bytes)
-        engine.receive([torch.empty(bucket.size_bytes, dtype=torch.uint8) for bucket in plan])
+        buffers = [torch.empty(bucket.size_bytes, dtype=torch.uint8) for bucket in plan]
+        table = table_for(buffers)
+        check_sums(engine.receive([*buffers, table]), table)
         result = llm_proxy_pb2.EngineTransferResult(engine_id=transfer.engine_id)
         return llm_proxy_pb2.BeginWeightUpdateResponse(results=[result])
 

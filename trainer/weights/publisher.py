@@ -16,8 +16,8 @@ from rollfarm import rpc
 from rollfarm.config import ConfigError
 from rollfarm.errors import FarmError
 from rollfarm.v1 import engine_pb2, llm_proxy_pb2, llm_proxy_pb2_grpc
-from trainer.weights.gloo import Links
 from trainer.weights.snapshot import Snapshot
+from trainer.weights.transport import Transport
 
 log = structlog.get_logger()
 
@@ -39,7 +39,7 @@ class Publisher:
     def __init__(
         self,
         proxy: llm_proxy_pb2_grpc.LlmProxyServiceAsyncStub,
-        links: Links,
+        transport: Transport,
         *,
         mode: str,
         transfer_timeout_seconds: float,
@@ -47,7 +47,7 @@ class Publisher:
     ) -> None:
         """`concurrent_engine_count` engines change at a time; 0 is all at once."""
         self._proxy = proxy
-        self._links = links
+        self._transport = transport
         self._mode = engine_pb2.UpdateMode.Value(f"UPDATE_MODE_{mode.upper()}")
         self._timeout = transfer_timeout_seconds
         self._concurrent_engine_count = concurrent_engine_count
@@ -136,7 +136,7 @@ class Publisher:
             # Not retried: a second try would meet links whose other end has given up.
             return await rpc.call(self._proxy.BeginWeightUpdate, request, timeout=self._timeout, retry=False)
 
-        return await self._links.transfer(snapshot, engines, begin) if engines else []
+        return await self._transport.transfer(snapshot, engines, begin) if engines else []
 
     async def _commit(self, snapshot: Snapshot) -> bool:
         request = llm_proxy_pb2.CommitWeightUpdateRequest(

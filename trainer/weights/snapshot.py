@@ -1,57 +1,214 @@
-"""One version's weights as the flat buffers that are broadcast: immutable, in host memory, in the engines' dtype.
+"""One version's weights as the flat buffers that are broadcast: in host memory, in the engines' dtype.
 
-A snapshot outlives the optimiser steps after it, so an engine that starts late gets exactly the version that serves.
+A snapshot outlives the optimiser steps after it, so an engine that starts late gets exactly the version that serves. It
+is filled tensor by tensor, so beside it there is never more than one tensor, and whoever sends it may begin with the
+buckets that are full. Once full it never changes. Its memory is used again when nobody holds the snapshot any more.
 """
 
-from collections.abc import Iterable
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from rollfarm import buckets
+from rollfarm import buckets, checksums
 from rollfarm.v1 import engine_pb2
+from trainer.weights.memory import Arena, RamArena
+
+Specs = list[engine_pb2.TensorSpec]
 
 
 @dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter as peft writes one: what trains, where nothing else does."""
+
+    config_json: bytes
+    """adapter_config.json"""
+
+    tensors: Mapping[str, Tensor]
+    """adapter_model.safetensors, in host memory."""
+
+
 class Snapshot:
     """Weights of one version."""
 
-    policy_version: int
-    """The version."""
+    def __init__(self, policy_version: int, specs: Specs, bucket_size_bytes: int, arena: Arena) -> None:
+        """`specs` is empty until it is full where they are not known before."""
+        self.policy_version = policy_version
+        self.specs = specs
+        """Every tensor, in the order of the broadcast."""
 
-    specs: list[engine_pb2.TensorSpec]
-    """Every tensor, in the order of the broadcast."""
+        self.bucket_size_bytes = bucket_size_bytes
+        """As engines plan it too."""
 
-    bucket_size_bytes: int
-    """As engines plan it too."""
+        self.arena = arena
+        """Its buckets, and then the table of their checksums."""
 
-    buffers: list[Tensor]
-    """u8[bytes] for each bucket of `buckets.plan`."""
+        self.digests: dict[str, bytes] = {}
+        """Of each tensor as it is sent; equal ones are of equal tensors."""
+
+        self.adapter: Adapter | None = None
+        """Set, and no tensors, where the version is the base model with an adapter."""
+
+        self._parts: list[Tensor] = []
+        self._is_full = False
+        self._failure: BaseException | None = None
+        self._changed = threading.Condition()
+
+    def parts(self) -> Iterator[Tensor]:
+        """u8[bytes] for each bucket of `buckets.plan`, and the table of their checksums; each as soon as it is full.
+
+        Raises RuntimeError where the weights could not be gathered.
+        """
+        index = 0
+        while (part := self._part(index)) is not None:
+            yield part
+            index += 1
+
+    def _part(self, index: int) -> Tensor | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_full or len(self._parts) > index)
+            if self._failure is not None:
+                raise RuntimeError(f"version {self.policy_version} was not gathered: {self._failure}")
+            return self._parts[index] if index < len(self._parts) else None
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """The buckets alone; waits until all are full."""
+        return list(self.parts())[:-1]
 
     @property
     def size_bytes(self) -> int:
-        return sum(buffer.numel() for buffer in self.buffers)
+        """Of the tensors, once it is full."""
+        return sum(buckets.size_bytes(spec) for spec in self.specs)
+
+    def tensors(self) -> Iterator[tuple[engine_pb2.TensorSpec, Tensor]]:
+        """Every tensor's spec and bytes, u8[size], once it is full."""
+        specs = iter(self.specs)
+        for bucket, buffer in zip(buckets.plan(self.specs, self.bucket_size_bytes), self.buffers, strict=True):
+            size = buckets.DTYPE_BYTES[bucket.dtype]
+            for slot in bucket.slots:
+                yield next(specs), buffer[slot.offset * size : (slot.offset + slot.numel) * size]
+
+    def add(self, part: Tensor) -> None:
+        """Whoever fills it: the next bucket, or at last the table, is full."""
+        with self._changed:
+            self._parts.append(part)
+            self._changed.notify_all()
+
+    def close(self, specs: Specs, failure: BaseException | None = None) -> None:
+        """Whoever fills it: all is there, or will never be."""
+        with self._changed:
+            self.specs, self._failure, self._is_full = specs, failure, True
+            self._changed.notify_all()
+
+
+Opened = Callable[[Snapshot], None]
+"""Called once, when the snapshot's specs are known."""
+
+
+class Snapshots:
+    """Takes the versions of one model."""
+
+    def __init__(
+        self, *, dtype: torch.dtype, bucket_size_bytes: int, make_arena: Callable[[], Arena] = RamArena
+    ) -> None:
+        """Floating-point tensors are sent as `dtype`, others as they are."""
+        self._dtype = dtype
+        self._bucket_size_bytes = bucket_size_bytes
+        self._make_arena = make_arena
+        self._idle: list[Arena] = []
+        self._specs: Specs = []
+
+    def take(
+        self,
+        tensors: Iterable[tuple[str, Tensor]],
+        *,
+        policy_version: int,
+        opened: Opened = lambda snapshot: None,
+    ) -> Snapshot:
+        """Copy the tensors, each of which has to stay as it is only until the next is asked for.
+
+        From the second version on, `opened` gets the snapshot before it is filled, and may send it meanwhile.
+        """
+        arena = self._idle.pop() if self._idle else self._make_arena()
+        snapshot = Snapshot(policy_version, self._specs, self._bucket_size_bytes, arena)
+        weakref.finalize(snapshot, self._idle.append, arena)
+        if is_open := bool(self._specs):
+            opened(snapshot)
+        filling = _Filling(snapshot, self._dtype)
+        try:
+            for name, tensor in tensors:
+                filling.put(name, tensor)
+            if self._specs and filling.specs != self._specs:
+                raise RuntimeError("the model's tensors are not those of the version before")
+        except BaseException as failure:
+            snapshot.close(self._specs, failure)
+            raise
+        filling.finish()
+        self._specs = filling.specs
+        if not is_open:
+            opened(snapshot)
+        return snapshot
+
+    def take_adapter(self, adapter: Adapter, *, policy_version: int) -> Snapshot:
+        """A version that is the base model and an adapter, which is not changed afterwards."""
+        snapshot = Snapshot(policy_version, [], self._bucket_size_bytes, RamArena())
+        snapshot.adapter = adapter
+        snapshot.close([])
+        return snapshot
 
 
 def take_snapshot(
     tensors: Iterable[tuple[str, Tensor]], *, policy_version: int, dtype: torch.dtype, bucket_size_bytes: int
 ) -> Snapshot:
-    """Copy the tensors; floating-point ones are sent as `dtype`, others as they are."""
-    by_name = {
-        name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
-        for name, tensor in tensors
-    }
-    specs = [
-        engine_pb2.TensorSpec(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=tensor.shape)
-        for name, tensor in by_name.items()
-    ]
-    buffers = [_fill(bucket, by_name) for bucket in buckets.plan(specs, bucket_size_bytes)]
-    return Snapshot(policy_version, specs, bucket_size_bytes, buffers)
+    """A single version."""
+    return Snapshots(dtype=dtype, bucket_size_bytes=bucket_size_bytes).take(tensors, policy_version=policy_version)
 
 
-def _fill(bucket: buckets.Bucket, tensors: dict[str, Tensor]) -> Tensor:
-    flat = torch.empty(bucket.numel, dtype=getattr(torch, bucket.dtype))
-    for slot in bucket.slots:
-        flat[slot.offset : slot.offset + slot.numel].copy_(tensors[slot.name].reshape(-1))
-    return flat.view(torch.uint8)
+class _Filling:
+    """The buckets of a snapshot as `buckets.plan` cuts them, while the tensors are still coming."""
+
+    def __init__(self, snapshot: Snapshot, dtype: torch.dtype) -> None:
+        self.specs: Specs = []
+        self._snapshot = snapshot
+        self._dtype = dtype
+        self._buffer: Tensor | None = None
+        self._bucket_dtype = ""
+        self._filled = 0
+        self._sums: list[bytes] = []
+
+    def put(self, name: str, tensor: Tensor) -> None:
+        dtype = self._dtype if tensor.is_floating_point() else tensor.dtype
+        spec = engine_pb2.TensorSpec(name=name, dtype=str(dtype).removeprefix("torch."), shape=tensor.shape)
+        size, limit = buckets.size_bytes(spec), self._snapshot.bucket_size_bytes
+        if self._buffer is not None and not buckets.fits(spec, self._bucket_dtype, self._filled, limit):
+            self._close_bucket()
+        if self._buffer is None:
+            self._buffer = self._snapshot.arena.buffer(len(self._sums), max(size, limit))
+            self._bucket_dtype = spec.dtype
+        place = self._buffer[self._filled : self._filled + size]
+        place.view(dtype).view(tensor.shape).copy_(tensor.detach())
+        self._snapshot.digests[name] = checksums.of_tensor(place.numpy())
+        self._filled += size
+        self.specs.append(spec)
+
+    def finish(self) -> None:
+        """The last bucket, and the table of checksums."""
+        if self._buffer is not None:
+            self._close_bucket()
+        table = b"".join(self._sums)
+        place = self._snapshot.arena.buffer(len(self._sums), max(1, len(table)))[: len(table)]
+        if table:
+            place.copy_(torch.frombuffer(bytearray(table), dtype=torch.uint8))
+        self._snapshot.add(place)
+        self._snapshot.close(self.specs)
+
+    def _close_bucket(self) -> None:
+        assert self._buffer is not None
+        full = self._buffer[: self._filled]
+        self._sums.append(checksums.of_bucket(full.numpy()))
+        self._snapshot.add(full)
+        self._buffer, self._filled = None, 0

@@ -133,7 +133,11 @@ class ServedAdapter:
     async def start(self, deliver: Deliver) -> None:
         self._expected, self.limits = await in_thread(lambda: model_shapes(self._model, self._config))
         self._receiver = Receiver(
-            self._expected, seconds=self._config.weights_seconds, allocate=self._memory.allocate, model=self._model
+            self._expected,
+            seconds=self._config.weights_seconds,
+            allocate=self._memory.allocate,
+            model=self._model,
+            loads_parts=False,
         )
         await self._server.start(self.limits)
         await self._begin_at_base()

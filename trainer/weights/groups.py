@@ -2,65 +2,108 @@
 
 So a dead or slow engine holds up nobody but itself. A group is kept from one version to the next, and met anew when the
 engine or the trainer restarted or a transfer failed. Which buffer holds which tensor follows from the specs alone, by
-rollfarm.buckets.
+rollfarm.buckets; the last broadcast holds the checksums of all before it.
 """
 
 import asyncio
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections import deque
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
+from typing import Any, Literal, Protocol
 
 import structlog
+from torch import Tensor
 from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
 from rollfarm.threads import in_thread
 from rollfarm.v1 import engine_pb2, llm_proxy_pb2
 from trainer.weights.snapshot import Snapshot
+from trainer.weights.transport import Begin
 
 log = structlog.get_logger()
+
+UNDER_WAY = 2
+"""Broadcasts begun at a time, so that the other end never waits for this one to begin the next."""
+
+
+class Group(Protocol):
+    """This trainer, rank 0, and one engine."""
+
+    def begin(self, part: Tensor) -> Any:
+        """Start a broadcast of host memory, which has to stay as it is until the work that is returned was waited for.
+        Raises RuntimeError when the engine is gone, as waiting does."""
+        ...
+
+
+class GlooGroup:
+    """From host memory to host memory."""
+
+    def __init__(self, store: PrefixStore, host: str, timeout: timedelta) -> None:
+        """Block until the engine is there. Raises RuntimeError."""
+        options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
+        options._timeout = timeout
+        # Left to itself, gloo listens where the machine's own name leads: on a stock Debian to 127.0.1.1.
+        options._devices = [ProcessGroupGloo.create_device(hostname=host)]
+        self._group: Any = ProcessGroupGloo(store, 0, 2, options)
+        self._options = BroadcastOptions()
+        self._options.rootRank = 0
+        self._options.timeout = timeout
+
+    def begin(self, part: Tensor) -> Any:
+        return self._group.broadcast([part], self._options)
 
 
 class Link:
     """The process group that this trainer and one engine instance share."""
 
-    def __init__(self, engine: llm_proxy_pb2.Engine, host: str, port: int, timeout_seconds: float) -> None:
+    def __init__(
+        self, engine: llm_proxy_pb2.Engine, host: str, port: int, timeout_seconds: float, backend: str
+    ) -> None:
         self.instance_id = engine.instance_id
         self.group_name = f"weights-{engine.engine_id}-{uuid.uuid4().hex[:12]}"
         self.joined = False
         self._host = host
         self._port = port
         self._timeout = timedelta(seconds=timeout_seconds)
-        self._group: ProcessGroupGloo | None = None
+        self._backend = backend
+        self._group: Group | None = None
 
     def send(self, snapshot: Snapshot) -> None:
         """Meet the engine if that has not happened, and broadcast. Blocks; raises RuntimeError when it is gone."""
         if self._group is None:
             self._group = self._meet()
-        options = BroadcastOptions()
-        options.rootRank = 0
-        options.timeout = self._timeout
-        for buffer in snapshot.buffers:
-            self._group.broadcast([buffer], options).wait()  # pyright: ignore[reportAttributeAccessIssue]
+        under_way: deque[Any] = deque()
+        for part in snapshot.parts():
+            if len(under_way) == UNDER_WAY:
+                under_way.popleft().wait()
+            under_way.append(self._group.begin(part))
+        for work in under_way:
+            work.wait()
         self.joined = True
 
-    def _meet(self) -> ProcessGroupGloo:
+    def _meet(self) -> Group:
         # A connection of its own: a store's client serves one waiting thread at a time.
         store = TCPStore(self._host, self._port, is_master=False, timeout=self._timeout)
-        options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
-        options._timeout = self._timeout
-        # Left to itself, gloo listens where the machine's own name leads: on a stock Debian to 127.0.1.1.
-        options._devices = [ProcessGroupGloo.create_device(hostname=self._host)]
-        return ProcessGroupGloo(PrefixStore(self.group_name, store), 0, 2, options)
+        prefix = PrefixStore(self.group_name, store)
+        if self._backend == "nccl":
+            from trainer.weights.nccl import NcclGroup
+
+            return NcclGroup(prefix, self._timeout)
+        return GlooGroup(prefix, self._host, self._timeout)
 
 
 class Links:
     """The links to every engine that weights were sent to, and the store in which both ends meet."""
 
-    def __init__(self, *, host: str, port: int, timeout_seconds: float) -> None:
+    def __init__(
+        self, *, host: str, port: int, timeout_seconds: float, backend: Literal["gloo", "nccl"] = "gloo"
+    ) -> None:
         """`host`: this machine as engines reach it. Raises RuntimeError where host and port cannot be listened on."""
         self._host = host
         self._timeout_seconds = timeout_seconds
+        self._backend = backend
         ProcessGroupGloo.create_device(hostname=host)  # Refuses an address that is not this machine's.
         self._store = TCPStore(
             host, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_seconds)
@@ -72,22 +115,15 @@ class Links:
         """host:port of the store, as engines reach it."""
         return f"{self._host}:{self._store.port}"
 
-    async def transfer(
-        self,
-        snapshot: Snapshot,
-        engines: Sequence[llm_proxy_pb2.Engine],
-        begin: Callable[[llm_proxy_pb2.BeginWeightUpdateRequest], Awaitable[llm_proxy_pb2.BeginWeightUpdateResponse]],
-    ) -> list[str]:
-        """Bring the snapshot into the host memory of `engines`. The ids of those that have it.
-
-        `begin` calls BeginWeightUpdate, which lets the engines join and receive while this end sends.
-        """
+    async def transfer(self, snapshot: Snapshot, engines: Sequence[llm_proxy_pb2.Engine], begin: Begin) -> list[str]:
+        """Send while llm_proxy lets the engines join and receive."""
         links = {engine.engine_id: self._link_to(engine) for engine in engines}
         request = llm_proxy_pb2.BeginWeightUpdateRequest(
             policy_version=snapshot.policy_version,
             transfers=[self._transfer_to(engine_id, link) for engine_id, link in links.items()],
             tensors=snapshot.specs,
             bucket_size_bytes=snapshot.bucket_size_bytes,
+            checksums=True,
         )
         sends = {engine_id: in_thread(partial(link.send, snapshot)) for engine_id, link in links.items()}
         staged: list[str] = []
@@ -106,7 +142,7 @@ class Links:
     def _link_to(self, engine: llm_proxy_pb2.Engine) -> Link:
         link = self._links.get(engine.engine_id)
         if link is None or link.instance_id != engine.instance_id:
-            link = Link(engine, self._host, self._store.port, self._timeout_seconds)
+            link = Link(engine, self._host, self._store.port, self._timeout_seconds, self._backend)
             self._links[engine.engine_id] = link
         return link
 
@@ -115,7 +151,7 @@ class Links:
             engine_id=engine_id,
             instance_id=link.instance_id,
             group=engine_pb2.WeightGroup(
-                group_name=link.group_name, store_address=self.address, rank=1, world_size=2, backend="gloo"
+                group_name=link.group_name, store_address=self.address, rank=1, world_size=2, backend=self._backend
             ),
             join=not link.joined,
         )

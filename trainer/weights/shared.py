@@ -1,0 +1,49 @@
+"""Weights to engines on the trainer's own machine: they copy them out of the memory that the snapshot lies in.
+
+Nothing travels but the path. Engine hosts have to see this process's /proc and run as the same user; in containers they
+share the process namespace.
+"""
+
+from collections.abc import Sequence
+
+import structlog
+
+from rollfarm.threads import in_thread
+from rollfarm.v1 import engine_pb2, llm_proxy_pb2
+from trainer.weights.memory import SharedArena
+from trainer.weights.snapshot import Snapshot
+from trainer.weights.transport import Begin
+
+log = structlog.get_logger()
+
+
+class SharedMemory:
+    """A Transport within one machine."""
+
+    async def transfer(self, snapshot: Snapshot, engines: Sequence[llm_proxy_pb2.Engine], begin: Begin) -> list[str]:
+        """Every engine reads at once. One that reads too late finds that the checksums do not agree."""
+        arena = snapshot.arena
+        assert isinstance(arena, SharedArena)
+        part_count = await in_thread(lambda: sum(1 for _ in snapshot.parts()))
+        request = llm_proxy_pb2.BeginWeightUpdateRequest(
+            policy_version=snapshot.policy_version,
+            transfers=[
+                llm_proxy_pb2.EngineTransfer(engine_id=engine.engine_id, instance_id=engine.instance_id)
+                for engine in engines
+            ],
+            tensors=snapshot.specs,
+            bucket_size_bytes=snapshot.bucket_size_bytes,
+            checksums=True,
+            shared=engine_pb2.SharedWeights(
+                path=arena.path, offsets=[arena.offset(index) for index in range(part_count)]
+            ),
+        )
+        return staged_by(await begin(request))
+
+
+def staged_by(answer: llm_proxy_pb2.BeginWeightUpdateResponse) -> list[str]:
+    """The engines that have the version; why the others have not is logged."""
+    for result in answer.results:
+        if result.HasField("failure"):
+            log.warning("engine did not take weights", engine_id=result.engine_id, cause=result.failure.message)
+    return [result.engine_id for result in answer.results if not result.HasField("failure")]
