@@ -8,6 +8,10 @@ from pydantic import Field, field_validator
 from rollfarm.config import Config, ConfigError, Listen, Root, Telemetry, nearest
 from rollfarm.registry import check_outline, outline
 from rollfarm.run import ModelConfig, RunConfig
+from trainer.algorithm_config import CriticConfig, KlConfig, ShapingConfig, TeacherConfig, check_roles
+from trainer.backend_config import DeepSpeedConfig, Fsdp2Config, LoraConfig, MegatronConfig, OptimizerName
+from trainer.trackers import config as trackers_config
+from trainer.trackers.config import SamplesConfig, TrackerConfig
 
 Setting = bool | int | float | str
 
@@ -57,14 +61,32 @@ class TrainerConfig(Config):
     seed: int = 0
     """Seeds what is random in the trainer: dropout, the warm start's order, the shuffled control."""
 
-    backend: Literal["torch"] = "torch"
-    """What holds and trains the model: "torch" has all of it on every rank."""
+    backend: Literal["torch", "fsdp2", "deepspeed", "megatron"] = "torch"
+    """What holds and trains the model: "torch" has all of it on every rank, "fsdp2" has shards of it over all ranks,
+    "deepspeed" as many of its parts in shards as its stage says, "megatron" cuts it along matrices, layers, positions
+    and experts."""
+
+    fsdp2: Fsdp2Config = Fsdp2Config()
+    """The backend "fsdp2"."""
+
+    megatron: MegatronConfig = MegatronConfig()
+    """The backend "megatron"."""
+
+    deepspeed: DeepSpeedConfig = DeepSpeedConfig()
+    """The backend "deepspeed"."""
+
+    lora: LoraConfig | None = None
+    """Adapters, which learn in place of the model."""
 
     device: str = "auto"
     """A torch device, such as "cuda:1". "auto" takes an accelerator where there is one, and the CPU otherwise."""
 
     threads: int = Field(default=1, ge=0)
     """Threads of one torch operation. 0 is torch's own choice, which slows every service down on a shared machine."""
+
+    optimizer: OptimizerName = "adamw"
+    """What turns gradients into steps: "adamw"; "adamw_8bit", whose moments take a quarter of the memory; or "muon" for
+    the matrices of hidden layers, and AdamW for the rest, at the same learning rate."""
 
     lr: float = Field(default=1e-5, gt=0)
     """Peak learning rate. A large model wants about 1e-6, the demo's tiny one 1e-3."""
@@ -110,6 +132,22 @@ class TrainerConfig(Config):
     aggregation_settings: dict[str, Setting] = {}
     """The function's keyword-only parameters."""
 
+    entropy_bonus: float = Field(default=0.0, ge=0)
+    """Weight of the policy's entropy, which is subtracted from the loss of each token. 0 has none; the entropy is
+    measured in any case. Above 0 the backward pass takes more memory."""
+
+    shaping: ShapingConfig = ShapingConfig()
+    """Rewards and advantages, bent."""
+
+    kl: KlConfig = KlConfig()
+    """Nearness to a reference."""
+
+    critic: CriticConfig | None = None
+    """A critic, where the advantage asks one."""
+
+    teacher: TeacherConfig | None = None
+    """A teacher, where the policy is distilled from one."""
+
     steps_per_batch: int = Field(default=1, ge=1)
     """Optimiser steps that the rows of a batch are dealt to. Above 1 the ratio's proximal policy is that
     before the first of them, which costs one more forward pass."""
@@ -133,6 +171,13 @@ class TrainerConfig(Config):
 
     keep_checkpoints: int = Field(default=2, ge=1)
     """Newest checkpoints kept in run.folder/run.name/checkpoints."""
+
+    keep_best: int = Field(default=0, ge=0)
+    """Checkpoints kept besides: those that validated best by best_metric. Each validation then has a checkpoint. 0 keeps
+    none."""
+
+    best_metric: str = "reward"
+    """What keep_best goes by: "reward", or a name that the environment measures, such as "success"."""
 
     validation_every: int = Field(default=0, ge=0)
     """Steps between validations besides those before the first step and after the last. 0 has only these two."""
@@ -175,6 +220,12 @@ class TrainerConfig(Config):
     transfer_timeout_seconds: float = Field(default=60.0, gt=0)
     """An engine that does not take a version within this time is left behind, and tried again later."""
 
+    trackers: list[TrackerConfig] = []
+    """Where else the run's figures go, besides metrics.jsonl. One that fails or hangs never stops training."""
+
+    samples: SamplesConfig = SamplesConfig()
+    """Trajectories shown as text."""
+
     exit_when_finished: bool = False
     """Exit after the last step. Otherwise the trainer goes on answering GetProgress, and serves the final weights to
     engines that restart, until SIGTERM."""
@@ -215,7 +266,16 @@ class TrainerRoot(Root):
                 check_outline(outline(*REGISTRIES[key]), name, settings, what=key)
             except ConfigError as error:
                 raise ConfigError(f"trainer.{key}: {error}") from None
+        check_backend(self.trainer.backend, self.trainer.optimizer, self.trainer.lora)
+        check_roles(self.trainer.advantage, self.trainer.critic, self.trainer.teacher)
+        warm, kl = self.trainer.warm_start, self.trainer.kl
+        if warm.data is not None and warm.steps and kl.needs_reference and not kl.reference:
+            raise ConfigError(
+                "trainer.kl.reference: empty, which is the model before the warm start. Name the model to stay near: "
+                "that model itself, or what an earlier warm start exported."
+            )
         data = self.trainer.warm_start.data
         if data is not None and not data.is_file():
             raise ConfigError(f"trainer.warm_start.data: {data}: no such file. Correct the path.")
+        trackers_config.check(self.trainer.trackers)
         self.model.check()

@@ -1,8 +1,9 @@
 """The asynchronous loop: lease a batch, learn, publish, checkpoint, commit.
 
-Generation goes on meanwhile, as far ahead as sample_buffer's credits let it: exactly not at all with alpha 0. A crash
-at any moment loses nothing: the batches after the newest checkpoint are delivered again and trained again, in silence
-until the trainer is where it was, and policy_version goes on from what sample_buffer knows.
+Generation goes on meanwhile, as far ahead as sample_buffer's credits let it: exactly not at all with alpha 0.
+Checkpoints are written meanwhile, too. A crash at any moment loses nothing: the batches after the newest checkpoint are
+delivered again and trained again, in silence until the trainer is where it was, and policy_version goes on from what
+sample_buffer knows.
 """
 
 import asyncio
@@ -21,9 +22,12 @@ from trainer.buffer import BufferClient, LeasedBatch
 from trainer.checkpoints import Checkpoints, CheckpointState, replace_folder
 from trainer.config import TrainerRoot
 from trainer.controls import Controls, Draining
+from trainer.disk import remedy
 from trainer.learner import Learner
 from trainer.progress import Progress, StepReport, ValidationReport
+from trainer.saving import NotSaved, Saver
 from trainer.weights.publisher import Publisher
+from trainer.weights.snapshot import Snapshot
 
 log = structlog.get_logger()
 
@@ -60,8 +64,10 @@ class Controller:
         self._controls = controls
         self._compute_thread = ThreadPoolExecutor(1, thread_name_prefix="compute")
         self._built: Learner | None = None
+        self._saver: Saver | None = None
         self._step = 0
         self._committed = 0
+        """Steps that a durable checkpoint holds, and sample_buffer knows of it."""
         self._delivered = 0
         """Steps that were delivered before this process began; they are trained on again without publishing."""
         self._last_batch_id = ""
@@ -69,15 +75,23 @@ class Controller:
     async def run(self) -> None:
         """Learn until the run is over, or until asked to stop; either way everything learnt is saved.
 
-        Raises ConfigError, and TrainerReplaced when another trainer takes the run over.
+        Raises ConfigError, also where it cannot be saved, and TrainerReplaced when another trainer takes the run over.
         """
+        try:
+            async with asyncio.TaskGroup() as group:
+                self._saver = Saver(self._checkpoints, self._commit, group)
+                await self._live()
+        except BaseExceptionGroup as errors:
+            raise _first(errors) from None
+
+    async def _live(self) -> None:
         try:
             await self._start()
             await self._learn()
             await self._finish()
         except Draining:
             log.info("stopping", step=self._step)
-        await self._save_and_commit()
+        await self._save_and_wait()
         self._controls.refuse()
         if self._built is not None:
             await self.compute(self._built.leader.stop)
@@ -107,7 +121,7 @@ class Controller:
             await self._warm_start()
         run = await self._take_over()
         # Not earlier: until here another trainer may have gone on.
-        await self._load_newest()
+        await self._load_newest(run)
         await self._go_on_from(run)
         if self._step >= self._delivered:
             await self._publish()
@@ -133,13 +147,16 @@ class Controller:
         except Interrupted:
             raise Draining from None
 
-    async def _load_newest(self) -> None:
+    async def _load_newest(self, run: sample_buffer_pb2.ConfigureRunResponse) -> None:
         if (found := self._checkpoints.newest()) is not None:
             path, state = found
             await self.compute(self._learner.load, path)
+            self._learner.restore(state.learner)
             self._step, self._last_batch_id = state.step_count, state.last_batch_id
             self._progress.checkpoint_path = str(path)
-        self._progress.resume(self._step)
+        self._progress.resume(self._step, validated_until=max(self._step, run.next_batch_step))
+        for report in self._progress.validations:
+            self._value(report)
 
     async def _go_on_from(self, run: sample_buffer_pb2.ConfigureRunResponse) -> None:
         """Commit what only the checkpoint knows of, and repeat what only sample_buffer knows of."""
@@ -160,7 +177,7 @@ class Controller:
     # --- the loop ---
 
     async def _learn(self) -> None:
-        if self._step == self._delivered == 0:
+        if self._step >= self._delivered and self._validation_due():
             await self._validate()
         while not self._is_over():
             await self._between_steps()
@@ -182,8 +199,7 @@ class Controller:
             if self._controls.draining:
                 raise Draining
             if self._controls.checkpoint_wanted:
-                path = await self._save_and_commit()
-                self._controls.checkpointed(path, self._step)
+                await self._answer_with_checkpoint()
             elif hold:
                 await self._controls.until_wanted()
             elif self._controls.paused:
@@ -197,6 +213,8 @@ class Controller:
         self._progress.enter(trainer_pb2.PHASE_TRAINING)
         began = time.monotonic()
         outcome = await self.compute(self._learner.learn, batch, leased.groups)
+        samples = await self.compute(self._learner.table, batch.step, leased.groups)
+        outcome.metrics.update(await self._buffer.measures())
         trained = time.monotonic()
         self._step, self._last_batch_id = batch.step + 1, batch.batch_id
 
@@ -211,7 +229,7 @@ class Controller:
                 policy_version=self._progress.policy_version,
                 time=time.time(),
             )
-            self._progress.stepped(done)
+            self._progress.stepped(done, samples)
             _log_step(done)
 
         try:
@@ -221,18 +239,20 @@ class Controller:
             report()
             raise
         report()
-        if self._step % self._config.checkpoint_every == 0:
-            await self._save_and_commit()
-        if self._config.validation_every and self._step % self._config.validation_every == 0 and not self._is_over():
+        valued = self._config.keep_best and self._validation_due()
+        if self._step % self._config.checkpoint_every == 0 or valued:
+            await self._save()
+        if self._validation_due() and self._step >= self._delivered and not self._is_over():
             await self._validate()
 
     async def _publish(self) -> None:
         """Publish the weights as the next version. Raises Draining when nobody answers and the trainer has to go."""
         self._progress.enter(trainer_pb2.PHASE_PUBLISHING)
         version = self._progress.policy_version + 1
-        snapshot = await self.compute(self._learner.snapshot, version)
+        snapshot, gathering = await self._gather(version)
 
         async def announce() -> None:
+            await gathering
             await self._buffer.publish_version(version, self._step)
             self._progress.published(version)
 
@@ -243,25 +263,68 @@ class Controller:
         except Interrupted:
             raise Draining from None
 
-    async def _save_and_commit(self) -> Path:
-        """Save what is not saved, and tell sample_buffer. Where the newest checkpoint lies."""
+    async def _gather(self, version: int) -> tuple[Snapshot, Awaitable[Snapshot]]:
+        """The weights as a version that may be sent while it is gathered, and when that is done."""
+        loop = asyncio.get_running_loop()
+        opened: asyncio.Future[Snapshot] = loop.create_future()
+
+        def gather() -> Snapshot:
+            return self._learner.snapshot(version, lambda each: loop.call_soon_threadsafe(opened.set_result, each))
+
+        gathering = asyncio.ensure_future(self.compute(gather))
+        await asyncio.wait({opened, gathering}, return_when=asyncio.FIRST_COMPLETED)
+        return opened.result() if opened.done() else await gathering, gathering
+
+    # --- checkpoints ---
+
+    async def _save(self) -> None:
+        """Begin to save what is not saved; training may go on while it is written."""
+        assert self._saver is not None
+        await self._saver.settled()
         if self._step == self._committed:
-            return Path(self._progress.checkpoint_path)
-        state = CheckpointState(self._run.name, self._step, self._progress.policy_version, self._last_batch_id)
-        path = await self.compute(self._checkpoints.save, state, self._write)
+            return
+        state = CheckpointState(
+            self._run.name, self._step, self._progress.policy_version, self._last_batch_id, self._learner.state()
+        )
+        await self._saver.begin(state, lambda folder: self.compute(self._learner.save, folder))
+
+    async def _save_and_wait(self) -> None:
+        """Save what is not saved, for good. Raises NotSaved where that is impossible."""
+        assert self._saver is not None
+        await self._save()
+        await self._settled()
+        if (problem := self._saver.problem) is not None:
+            raise NotSaved(
+                f"run.folder: step {self._step} could not be saved in {self._checkpoints.folder}: {problem}. "
+                f"{remedy(problem)} Then go on with the run: its batches since step {self._committed} are delivered "
+                "again."
+            )
+
+    async def _settled(self) -> None:
+        """Wait for the checkpoint that is being written."""
+        assert self._saver is not None
+        await self._saver.settled()
+
+    async def _answer_with_checkpoint(self) -> None:
+        try:
+            await self._save_and_wait()
+        except NotSaved as error:
+            self._controls.not_checkpointed(str(error))
+        else:
+            self._controls.checkpointed(Path(self._progress.checkpoint_path), self._step)
+
+    async def _commit(self, state: CheckpointState, path: Path) -> None:
+        """Tell sample_buffer of a durable checkpoint."""
         self._progress.checkpoint_path = str(path)
-        commit = self._buffer.commit(self._step - 1, self._last_batch_id)
+        self._progress.catch_up()
+        commit = self._buffer.commit(state.step_count - 1, state.last_batch_id)
         try:
             await self._unless(self._controls.until_draining, commit, grace=DRAIN_GRACE_SECONDS)
         except Interrupted:
-            log.warning("step not committed; it will be when the run goes on", step=self._step)
-            return path
-        self._committed = self._step
-        log.info("checkpoint committed", step=self._step, path=str(path))
-        return path
-
-    def _write(self, folder: Path) -> None:
-        self._learner.save(folder)()
+            log.warning("step not committed; it will be when the run goes on", step=state.step_count)
+            return
+        self._committed = state.step_count
+        log.info("checkpoint committed", step=state.step_count, path=str(path))
 
     # --- validation and the end ---
 
@@ -282,16 +345,49 @@ class Controller:
             return
         report = _merge(results, self._step, version)
         self._progress.validated(report)
+        await self._settled()
+        self._value(report)
         log.info("validated", step=self._step, reward=round(report.mean_reward, 4), **report.metrics)
 
+    def _validation_due(self) -> bool:
+        """Whether the policy is measured after these steps: before the first, and now and then."""
+        every = self._config.validation_every
+        return self._step == 0 or bool(every and self._step % every == 0)
+
+    def _value(self, report: ValidationReport) -> None:
+        """Note how good the checkpoint is, so that the best are kept."""
+        name = self._config.best_metric
+        value = report.mean_reward if name == "reward" else report.metrics.get(name)
+        if not self._config.keep_best:
+            return
+        if value is None:
+            known = ", ".join(["reward", *sorted(report.metrics)])
+            log.warning("validation without trainer.best_metric", best_metric=name, known=known, step=report.step_count)
+            return
+        try:
+            self._checkpoints.validated(report.step_count, value)
+        except OSError as error:
+            log.error("validation not noted", step=report.step_count, cause=str(error), remedy=remedy(error))
+
     async def _finish(self) -> None:
-        await self._save_and_commit()
+        await self._save_and_wait()
         await self._validate()
-        await self.compute(replace_folder, self._run.path / "model", self._learner.export)
+        await self._export()
         self._progress.enter(trainer_pb2.PHASE_FINISHED)
         log.info("run finished", step=self._step, policy_version=self._progress.policy_version)
         if not self._config.exit_when_finished:
             await self._between_steps(hold=True)
+
+    async def _export(self) -> None:
+        """Write the final model. Raises NotSaved where there is no room for it."""
+        path = self._run.path / "model"
+        try:
+            await self.compute(replace_folder, path, self._learner.export)
+        except OSError as error:
+            raise NotSaved(
+                f"run.folder: the model could not be written to {path}: {error}. {remedy(error)} Then go on with the "
+                "run; every step is saved."
+            ) from None
 
     async def _unless(
         self, interruption: Callable[[], Awaitable[None]], work: Awaitable[T], *, grace: float = 0.0
@@ -310,6 +406,14 @@ class Controller:
             for each in (task, alarm):
                 each.cancel()
             await asyncio.gather(task, alarm, return_exceptions=True)
+
+
+def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    """What went wrong before anything that followed from it."""
+    found: BaseException = errors
+    while isinstance(found, BaseExceptionGroup):
+        found = found.exceptions[0]
+    return found
 
 
 def _check_agrees(run: sample_buffer_pb2.ConfigureRunResponse, step: int, name: str) -> None:

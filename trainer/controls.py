@@ -53,9 +53,13 @@ class Controls:
 
     def refuse(self) -> None:
         """Answer everyone who still waits: it is over."""
+        self.not_checkpointed("The trainer is stopping.")
+
+    def not_checkpointed(self, problem: str) -> None:
+        """Answer everyone who asked for a checkpoint that there is none."""
         for request in self._checkpoints:
             if not request.done():
-                request.set_exception(Unavailable("The trainer is stopping."))
+                request.set_exception(Unavailable(problem))
         self._checkpoints.clear()
 
     async def until_draining(self) -> None:

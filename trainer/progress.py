@@ -5,16 +5,22 @@ step is ever told twice.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import prometheus_client
+import structlog
 
 from rollfarm import times
 from rollfarm.service import Changed
 from rollfarm.v1 import trainer_pb2
+from trainer.disk import remedy
+from trainer.sample_table import Sample, SampleFile
+from trainer.trackers.feed import Entry, Feed, Kind
+
+log = structlog.get_logger()
 
 STEPS = prometheus_client.Gauge("rollfarm_trainer_steps_count", "Steps done.")
 VERSION = prometheus_client.Gauge("rollfarm_trainer_policy_version", "The newest published version.")
@@ -40,6 +46,13 @@ class StepReport:
     time: float
     """Seconds since 1970 when it was done."""
 
+    def to_entry(self) -> Entry:
+        """As trackers are told. What is not of a part of the run or of the batch is the step's."""
+        of_step = {"reward": self.mean_reward, "policy_version": float(self.policy_version), **self.metrics}
+        metrics = {name if "/" in name else f"train/{name}": value for name, value in of_step.items()}
+        seconds = {f"time/{part}_seconds": getattr(self, f"{part}_seconds") for part in ("wait", "train", "publish")}
+        return Entry(self.step + 1, Kind.STEP, self.time, metrics | seconds)
+
     def to_proto(self) -> trainer_pb2.StepMetrics:
         return trainer_pb2.StepMetrics(
             step=self.step,
@@ -63,6 +76,12 @@ class ValidationReport:
     time: float
     """Seconds since 1970 when it was done."""
 
+    def to_entry(self) -> Entry:
+        """As trackers are told."""
+        measured = {"reward": self.mean_reward, "episodes": float(self.episode_count), **self.metrics}
+        metrics = {f"validation/{name}": value for name, value in measured.items()}
+        return Entry(self.step_count, Kind.VALIDATION, self.time, metrics)
+
     def to_proto(self) -> trainer_pb2.Validation:
         return trainer_pb2.Validation(
             step_count=self.step_count,
@@ -75,7 +94,8 @@ class ValidationReport:
 class Progress:
     """The run so far. Every change wakes `changed`."""
 
-    def __init__(self, run_id: str, total_steps: int, file: Path) -> None:
+    def __init__(self, run_id: str, total_steps: int, file: Path, feeds: Sequence[Feed] = ()) -> None:
+        """`file` is metrics.jsonl, beside which samples.jsonl lies; `feeds` are told as `resume` and what follows say."""
         self.run_id = run_id
         self.total_steps = total_steps
         self.phase: trainer_pb2.Phase.ValueType = trainer_pb2.PHASE_LOADING
@@ -86,18 +106,31 @@ class Progress:
         self.validations: list[ValidationReport] = []
         self.changed = Changed()
         self._file = file
+        self._samples = SampleFile(file.with_name("samples.jsonl"))
+        self._feeds = feeds
+        self._early: list[ValidationReport] = []
+        """Validations after steps that are being repeated."""
+        self._behind = False
+        """Whether the file lacks something."""
 
-    def resume(self, step_count: int) -> None:
-        """Take up what metrics.jsonl tells of the first `step_count` steps, and cut the rest off."""
+    def resume(self, step_count: int, *, validated_until: int = 0) -> None:
+        """Take up what metrics.jsonl tells of the first `step_count` steps, and cut the rest off; but for validations of
+        up to `validated_until` steps, which are not repeated."""
         self.step_count = step_count
         self.steps, self.validations = [], []
         for line in self._lines():
             kind = line.pop("kind")
             if kind == "step" and line["step"] < step_count:
                 self.steps.append(StepReport(**line))
-            elif kind == "validation" and line["step_count"] <= step_count:
+            elif kind == "validation" and line["step_count"] <= max(step_count, validated_until):
                 self.validations.append(ValidationReport(**line))
-        self._rewrite()
+        self._try(self._rewrite)
+        self._samples.cut(step_count)
+        known = [report for report in self.validations if report.step_count <= step_count]
+        self._early = [report for report in self.validations if report.step_count > step_count]
+        history = sorted((report.to_entry() for report in (*self.steps, *known)), key=lambda entry: entry.position)
+        for feed in self._feeds:
+            feed.start(history)
         self.changed.notify()
 
     def enter(self, phase: trainer_pb2.Phase.ValueType) -> None:
@@ -109,10 +142,16 @@ class Progress:
         VERSION.set(version)
         self.changed.notify()
 
-    def stepped(self, report: StepReport) -> None:
+    def stepped(self, report: StepReport, samples: Sequence[Sample] = ()) -> None:
         self.steps.append(report)
         self.step_count = report.step + 1
         self._append(report)
+        self._tell(report.to_entry())
+        if samples:
+            self._show(samples, report.time)
+        for early in self._early:
+            if early.step_count == self.step_count:
+                self._tell(early.to_entry())
         STEPS.set(self.step_count)
         REWARD.set(report.mean_reward)
         for name, value in report.metrics.items():
@@ -126,8 +165,20 @@ class Progress:
     def validated(self, report: ValidationReport) -> None:
         self.validations.append(report)
         self._append(report)
+        self._tell(report.to_entry())
         VALIDATION.set(report.mean_reward)
         self.changed.notify()
+
+    def _show(self, samples: Sequence[Sample], time: float) -> None:
+        try:
+            self._samples.append(samples)
+        except OSError as error:
+            log.error("samples.jsonl not written", cause=str(error), remedy=remedy(error))
+        self._tell(Entry(self.step_count, Kind.SAMPLES, time, {}, samples))
+
+    def _tell(self, entry: Entry) -> None:
+        for feed in self._feeds:
+            feed.offer(entry)
 
     def has_validation(self, step_count: int) -> bool:
         """Whether a validation was measured after that many steps."""
@@ -164,9 +215,27 @@ class Progress:
         partial.write_text("".join(map(_line, kept)))
         partial.replace(self._file)
 
+    def catch_up(self) -> None:
+        """Write what there was no room for."""
+        if self._behind:
+            self._try(self._rewrite)
+
     def _append(self, report: StepReport | ValidationReport) -> None:
-        with self._file.open("a") as file:
-            file.write(_line(report))
+        def append() -> None:
+            with self._file.open("a") as file:
+                file.write(_line(report))
+
+        self._try(self._rewrite if self._behind else append)
+
+    def _try(self, write: Callable[[], None]) -> None:
+        """Write, if there is room. A run does not end for want of a line."""
+        try:
+            write()
+        except OSError as error:
+            log.error("metrics.jsonl not written", path=str(self._file), cause=str(error), remedy=remedy(error))
+            self._behind = True
+        else:
+            self._behind = False
 
 
 def _line(report: StepReport | ValidationReport) -> str:

@@ -7,6 +7,7 @@ a pulse while rank 0 is idle makes sure that this is noticed.
 The rendezvous is torchrun's: RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT.
 """
 
+import errno
 import os
 import signal
 import struct
@@ -18,13 +19,22 @@ from datetime import timedelta
 from enum import IntEnum
 from pathlib import Path
 
+import structlog
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from trainer.backends import Backend, Scorer, Write
+from trainer.backends import AdapterBackend, Backend, Scorer, Write
+from trainer.checkpoints import sync_tree
+from trainer.disk import os_errors
 from trainer.objective import LossFn
 from trainer.rows import Row, decode, encode
+
+log = structlog.get_logger()
+
+WRITE_TIMEOUT = timedelta(hours=2)
+"""How long ranks wait for each other to have written their parts of a checkpoint."""
 
 PULSE_SECONDS = 10.0
 """While nothing else is announced, rank 0 says that it lives this often."""
@@ -46,6 +56,7 @@ class Command(IntEnum):
     EXPORT = 8
     OFFLOAD = 9
     RELOAD = 10
+    ADAPTER = 11
 
 
 class Role(IntEnum):
@@ -104,6 +115,7 @@ class Leader:
     def __init__(self, models: Models, objectives: Mapping[str, LossFn]) -> None:
         self._models = models
         self._objectives = objectives
+        self._writers = Writers()
 
     @property
     def roles(self) -> set[Role]:
@@ -142,9 +154,12 @@ class Leader:
         return self._models.learners[Role.POLICY].named_tensors()
 
     def save(self, folder: Path) -> Write:
-        """Copy every model that learns, to be written into an existing folder."""
+        """Copy every model that learns, to be written into an existing folder. Every rank writes its part, in a thread
+        of its own; writing raises OSError here where any of them could not."""
+        for place in _places(self._models, folder).values():
+            place.mkdir(exist_ok=True)  # Before anybody is told: there may be no room for it.
         _announce(Command.SAVE, payload=str(folder).encode())
-        return _save(self._models, folder)
+        return _save(self._models, folder, self._writers)
 
     def load(self, folder: Path) -> None:
         """Go on from what was written there."""
@@ -155,6 +170,11 @@ class Leader:
         """Write the policy in Hugging Face format."""
         _announce(Command.EXPORT, payload=str(folder).encode())
         self._models.learners[Role.POLICY].export(folder)
+
+    def export_adapter(self, folder: Path) -> None:
+        """Write the policy's adapters alone, where [trainer.lora] asks for them, in peft's format."""
+        _announce(Command.ADAPTER, payload=str(folder).encode())
+        _export_adapter(self._models, folder)
 
     def offload(self, role: Role = Role.POLICY) -> None:
         _announce(Command.OFFLOAD, role)
@@ -173,9 +193,45 @@ class Leader:
         _announce(Command.STOP)
 
 
+class Writers:
+    """Those threads, one of each rank, that write a checkpoint: they agree on whether every part of it is durable."""
+
+    def __init__(self) -> None:
+        """Collective."""
+        # Of its own: training goes on in the others meanwhile.
+        self._group = dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT) if world_size() > 1 else None
+
+    def together(self, *phases: Write) -> None:
+        """This rank's part, each phase after every rank is done with the one before. Raises OSError on every rank where
+        any had one."""
+        for phase in phases:
+            problem: OSError | None = None
+            try:
+                with os_errors():
+                    phase()
+            except OSError as error:
+                problem = error
+            numbers = self._gather(problem.errno or errno.EIO if problem else 0)
+            if problem is not None:
+                raise problem
+            for rank, number in enumerate(numbers):
+                if number:
+                    raise OSError(number, f"{os.strerror(number)} (rank {rank})")
+
+    def _gather(self, number: int) -> list[int]:
+        """Every rank's number; 0 is well."""
+        if self._group is None:
+            return [number]
+        gathered = torch.zeros(world_size(), dtype=torch.int64)
+        gathered[rank()] = number
+        dist.all_reduce(gathered, group=self._group)
+        return gathered.tolist()
+
+
 def follow(build: Callable[[], Models], objectives: Mapping[str, LossFn]) -> None:
     """Do as rank 0 does until it says stop. Raises when rank 0 or another rank is gone."""
     models = build()
+    writers = Writers()
     # Rank 0 finishes its step and saves before it lets the others go; a supervisor signals every rank at once.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
@@ -184,12 +240,12 @@ def follow(build: Callable[[], Models], objectives: Mapping[str, LossFn]) -> Non
         while True:
             command, role, payload = _listen()
             if writing is not None and (writing.done() or command in (Command.SAVE, Command.STOP)):
-                writing.result()
+                _written(writing)
                 writing = None
             if command is Command.STOP:
                 return
             if command is Command.SAVE:
-                writing = writer.submit(_save(models, Path(payload.decode())))
+                writing = writer.submit(_save(models, Path(payload.decode()), writers))
             else:
                 _obey(models, objectives, command, role, payload)
 
@@ -212,6 +268,8 @@ def _obey(models: Models, objectives: Mapping[str, LossFn], command: Command, ro
             _load(models, Path(payload.decode()))
         case Command.EXPORT:
             models.learners[role].export(Path(payload.decode()))
+        case Command.ADAPTER:
+            _export_adapter(models, Path(payload.decode()))
         case Command.OFFLOAD:
             models.scorer(role).offload()
         case Command.RELOAD:
@@ -220,24 +278,62 @@ def _obey(models: Models, objectives: Mapping[str, LossFn], command: Command, ro
             pass
 
 
-def _save(models: Models, folder: Path) -> Write:
-    """Each model that learns has a folder of its own."""
-    writes: list[Write] = []
-    for role, backend in models.learners.items():
-        place = folder / role.name.lower()
-        place.mkdir(exist_ok=True)
-        writes.append(backend.save(place))
+def _written(writing: "Future[None]") -> None:
+    """The end of a write. Rank 0 knows as well when there was no room, and decides what becomes of the checkpoint."""
+    try:
+        writing.result()
+    except OSError as error:
+        log.error("part of a checkpoint not saved", rank=rank(), cause=str(error))
 
-    def write() -> None:
+
+def _places(models: Models, folder: Path) -> dict[Role, Path]:
+    """Each model that learns has a folder of its own."""
+    return {role: folder / role.name.lower() for role in models.learners}
+
+
+def _save(models: Models, folder: Path, writers: Writers) -> Write:
+    writes: list[Write] = []
+    for role, place in _places(models, folder).items():
+        place.mkdir(exist_ok=True)
+        writes.append(models.learners[role].save(place))
+    dice = _dice()
+
+    def write_part() -> None:
         for each in writes:
             each()
+        save_file(dice, folder / _dice_file())
 
-    return write
+    return lambda: writers.together(write_part, lambda: sync_tree(folder))
 
 
 def _load(models: Models, folder: Path) -> None:
-    for role, backend in models.learners.items():
-        backend.load(folder / role.name.lower())
+    for role, place in _places(models, folder).items():
+        models.learners[role].load(place)
+    # A rank that there was not when it was saved goes on with its own.
+    if (file := folder / _dice_file()).is_file():
+        _set_dice(load_file(file))
+
+
+def _export_adapter(models: Models, folder: Path) -> None:
+    policy = models.learners[Role.POLICY]
+    assert isinstance(policy, AdapterBackend)
+    policy.export_adapter(folder)
+
+
+def _dice() -> dict[str, Tensor]:
+    """The states of torch's generators of random numbers: on the CPU, and on this rank's GPU."""
+    gpu = {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {}
+    return {"cpu": torch.get_rng_state(), **gpu}
+
+
+def _set_dice(dice: Mapping[str, Tensor]) -> None:
+    torch.set_rng_state(dice["cpu"])
+    if "cuda" in dice and torch.cuda.is_available():
+        torch.cuda.set_rng_state(dice["cuda"])
+
+
+def _dice_file() -> str:
+    return f"rng-{rank()}.safetensors"
 
 
 def _announce(command: Command, role: Role = Role.POLICY, payload: bytes = b"") -> None:

@@ -10,7 +10,7 @@ LIBRARIES = ("matplotlib", "tomli_w")
 USAGE = """usage: rollfarm up CONFIG.toml [MORE.toml ...] [--table.key value ...]
 
 Starts every service as a process of its own, watches and restarts them, and drains them when the run is over.
-Running it again on an unfinished run goes on where it stopped.
+Running it again on an unfinished run goes on where it stopped; so does `rollfarm resume RUN`.
 
   --run.alpha 0            any key of any table can be set here, over the files
   --up.engines 2           engine processes; likewise --up.env_managers, --up.trainer_ranks
@@ -32,7 +32,17 @@ def main(argv: Sequence[str]) -> int:
         print(USAGE, end="", file=sys.stdout if argv else sys.stderr)
         return 0 if argv else 2
 
-    from rollfarm.config import EXIT_PORT_IN_USE, ConfigError, exit_bad_config
+    from rollfarm.config import ConfigError, exit_bad_config
+
+    try:
+        return start(argv, prog="rollfarm up")
+    except ConfigError as error:
+        exit_bad_config("rollfarm up", error)
+
+
+def start(argv: Sequence[str], *, prog: str) -> int:
+    """Run the farm of these files and flags, in the name of a command. The exit status. Raises ConfigError."""
+    from rollfarm.config import EXIT_PORT_IN_USE, ConfigError
     from rollfarm.up import config, folder
     from rollfarm.up.session import up
 
@@ -49,11 +59,9 @@ def main(argv: Sequence[str]) -> int:
         farm = config.load_farm(argv)
         folder.refuse_finished(farm)
         return up(farm)
-    except ConfigError as error:
-        exit_bad_config("rollfarm up", error)
     except folder.PortsInUse as error:
-        print(f"rollfarm up: {error}", file=sys.stderr)
+        print(f"{prog}: {error}", file=sys.stderr)
         return EXIT_PORT_IN_USE
     except folder.RunInUse as error:
-        print(f"rollfarm up: {error}", file=sys.stderr)
+        print(f"{prog}: {error}", file=sys.stderr)
         return 1

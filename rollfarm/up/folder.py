@@ -80,7 +80,7 @@ def opened(farm: FarmRoot) -> Iterator[tuple[bool, int]]:
 
 def resume_command(run: Path) -> str:
     """What a person types to go on with the run, from the folder in which this program was started."""
-    return f"{_program()} up {shlex.quote(str(run / CONFIG))}"
+    return f"{_program()} resume {shlex.quote(str(run))}"
 
 
 def _program() -> str:

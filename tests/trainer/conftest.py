@@ -19,6 +19,7 @@ from rollfarm.ports import free_port
 from rollfarm.run import ModelConfig, TinyModelConfig
 from rollfarm.tokens import pack_ids, pack_logprobs
 from rollfarm.v1 import sample_buffer_pb2, trajectory_pb2
+from tests.trainer.disks import FullDisk, mounted
 from trainer.backends import Settings
 from trainer.backends.replicated import ReplicatedBackend
 from trainer.backends.scoring import TokenLogprobs, load_model
@@ -55,6 +56,12 @@ def buffer_address() -> Iterator[str]:
     yield address
     process.kill()
     process.wait()
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Iterator[FullDisk]:
+    with mounted(tmp_path / "disk") as disk:
+        yield disk
 
 
 @pytest.fixture

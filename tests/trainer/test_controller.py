@@ -8,9 +8,11 @@ import pytest
 import torch
 
 from rollfarm.config import ConfigError
-from rollfarm.errors import TrainerReplaced
+from rollfarm.errors import TrainerReplaced, Unavailable
 from rollfarm.v1 import trainer_pb2
+from tests.trainer.disks import FullDisk
 from tests.trainer.farms import farm
+from trainer.saving import NotSaved
 
 
 async def test_a_run_goes_from_first_publication_to_final_export(
@@ -69,6 +71,88 @@ async def test_a_crash_repeats_uncommitted_batches_in_silence_and_changes_nothin
         assert (after.next_commit_step, after.committed_trajectory_count) == (6, 48)
         for name, tensor in straight.weights().items():
             assert torch.equal(run.weights()[name], tensor), name
+
+
+async def test_without_room_training_goes_on_and_nothing_is_lost(
+    buffer_address: str, model_path: Path, tmp_path: Path, full_disk: FullDisk
+) -> None:
+    settings: dict[str, Any] = {"checkpoint_every": 1, "validation_episodes": 0}
+    async with farm(buffer_address, model_path, tmp_path / "straight", **settings) as straight:
+        await straight.trainer().controller.run()
+    async with farm(buffer_address, model_path, full_disk.folder, **settings) as run:
+        run.root.run.path.mkdir()
+        full_disk.fill()
+        first = run.trainer()
+        with pytest.raises(NotSaved, match="No space left on device. Free room there"):
+            await first.controller.run()
+        before = await run.status()
+        assert (first.progress.step_count, before.next_batch_step, before.next_commit_step) == (6, 6, 0)
+        assert first.progress.phase != trainer_pb2.PHASE_FINISHED
+        assert not list(run.root.run.path.glob("checkpoints/*"))
+
+        full_disk.free()
+        second = run.trainer()
+        await second.controller.run()
+
+        after = await run.status()
+        assert (after.next_commit_step, after.committed_trajectory_count) == (6, 48)
+        assert [line["step"] for line in run.metrics("step")] == list(range(6))
+        for name, tensor in straight.weights().items():
+            assert torch.equal(run.weights()[name], tensor), name
+
+
+async def test_once_there_is_room_again_the_next_checkpoint_holds_every_step(
+    buffer_address: str, model_path: Path, full_disk: FullDisk
+) -> None:
+    settings: dict[str, Any] = {"checkpoint_every": 1, "validation_episodes": 0}
+    async with farm(buffer_address, model_path, full_disk.folder, **settings) as run:
+        run.root.run.path.mkdir()
+        full_disk.fill()
+        trainer = run.with_run(steps=0).trainer()
+        running = asyncio.create_task(trainer.controller.run())
+        await trainer.until(lambda progress: progress.step_count >= 3)
+        with pytest.raises(Unavailable, match="No space left"):
+            await trainer.controls.checkpoint()
+        assert (await run.status()).next_commit_step == 0
+
+        full_disk.free()
+        _, steps = await trainer.controls.checkpoint()
+
+        status = await run.status()
+        assert status.next_commit_step >= steps >= 3
+        assert status.credits_in_use_count <= status.credit_count
+        trainer.controls.drain()
+        await running
+        assert len(run.metrics("step")) == trainer.progress.step_count
+
+
+async def test_each_validation_has_a_checkpoint_and_the_best_are_kept(
+    buffer_address: str, model_path: Path, tmp_path: Path
+) -> None:
+    settings: dict[str, Any] = {"checkpoint_every": 6, "validation_every": 1, "keep_best": 2, "best_metric": "success"}
+    async with farm(buffer_address, model_path, tmp_path, **settings) as run:
+        await run.trainer(keep=1, keep_best=2).controller.run()
+
+        values = {line["step_count"]: line["metrics"]["success"] for line in run.metrics("validation")}
+        best = sorted((step for step in values if step), key=lambda step: (values[step], step))[-2:]
+        kept = {path.name for path in (run.root.run.path / "checkpoints").iterdir()}
+        assert list(values) == list(range(7))
+        assert kept == {f"step-{step:06d}" for step in {*best, 6}}
+
+
+async def test_a_validation_that_a_crash_cut_short_is_done_by_the_next_trainer(
+    buffer_address: str, model_path: Path, tmp_path: Path
+) -> None:
+    async with farm(buffer_address, model_path, tmp_path, checkpoint_every=2, validation_every=2) as run:
+        first = run.trainer()
+        dying = asyncio.create_task(first.controller.run())
+        await first.until(lambda progress: (progress.step_count, progress.phase) == (4, trainer_pb2.PHASE_VALIDATING))
+        dying.cancel()
+        await asyncio.gather(dying, return_exceptions=True)
+
+        await run.trainer().controller.run()
+
+        assert [line["step_count"] for line in run.metrics("validation")] == [0, 2, 4, 6]
 
 
 async def test_a_trainer_that_another_one_replaces_ends_and_the_run_goes_on_without_it(

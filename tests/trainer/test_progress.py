@@ -2,7 +2,7 @@ import json
 from pathlib import Path
 
 from rollfarm.v1 import trainer_pb2
-from trainer.checkpoints import Checkpoints, CheckpointState
+from tests.trainer.disks import FullDisk
 from trainer.progress import Progress, StepReport, ValidationReport
 
 
@@ -48,16 +48,29 @@ def test_a_resumed_run_cuts_its_metrics_back_to_the_checkpoint(tmp_path: Path) -
     assert [each.step for each in resumed.steps] == [0, 1]
 
 
-def test_only_complete_checkpoints_count_and_the_oldest_go(tmp_path: Path) -> None:
-    checkpoints = Checkpoints(tmp_path, run_id="run", keep=2)
-    for count in (5, 10, 15):
-        checkpoints.save(CheckpointState("run", count, count, f"batch-{count}"), lambda folder: None)
-    (tmp_path / "step-000020").mkdir()
-    (tmp_path / ".step-000025.partial").mkdir()
+def test_validations_after_the_checkpoint_are_kept_as_far_as_batches_were_delivered(tmp_path: Path) -> None:
+    progress = Progress("run", 10, tmp_path / "metrics.jsonl")
+    for number in range(4):
+        progress.stepped(step(number))
+        progress.validated(validation(number + 1))
 
-    newest = checkpoints.newest()
+    resumed = Progress("run", 10, tmp_path / "metrics.jsonl")
+    resumed.resume(2, validated_until=3)
 
-    assert newest is not None
-    assert newest[1] == CheckpointState("run", 15, 15, "batch-15")
-    assert not (tmp_path / "step-000005").exists()
-    assert (tmp_path / "step-000010").exists()
+    assert [each.step for each in resumed.steps] == [0, 1]
+    assert [each.step_count for each in resumed.validations] == [1, 2, 3]
+
+
+def test_lines_without_room_are_written_once_there_is_room(full_disk: FullDisk) -> None:
+    progress = Progress("run", 10, full_disk.folder / "metrics.jsonl")
+    full_disk.fill()
+    for number in range(3):
+        progress.stepped(step(number))
+    assert not (full_disk.folder / "metrics.jsonl").read_text()
+
+    full_disk.free()
+    progress.catch_up()
+    progress.stepped(step(3))
+
+    lines = (full_disk.folder / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [0, 1, 2, 3]

@@ -43,3 +43,30 @@ def test_a_rank_that_dies_takes_the_other_down(model_path: Path, tmp_path: Path,
     assert ranks[1 - victim].wait(timeout=60) not in (0, None)
     for rank in ranks:
         rank.communicate()
+
+
+def test_a_part_of_a_checkpoint_that_another_rank_cannot_write_is_an_error_on_rank_0(
+    model_path: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "save" / "rng-1.safetensors").mkdir(parents=True)
+
+    ranks = start(model_path, tmp_path, "0-1", {}, world_size=2)
+
+    errors = [rank.communicate(timeout=60)[1] for rank in ranks]
+    assert "Is a directory (rank 1)" in errors[0]
+    assert ranks[0].returncode == 1
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+def test_a_checkpoint_is_gone_on_from_by_another_number_of_ranks(
+    model_path: Path, tmp_path: Path, before: int, after: int
+) -> None:
+    straight = train(model_path, tmp_path / "straight", "0-4", {})
+    first = train(model_path, tmp_path / "first", "0-2", {}, world_size=before)
+    second = tmp_path / "second"
+    second.mkdir()
+    (second / "load").symlink_to(first.folder / "save")
+
+    resumed = train(model_path, second, "2-4", {}, world_size=after)
+
+    assert resumed.losses == pytest.approx(straight.losses[2:], abs=1e-5)

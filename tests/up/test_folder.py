@@ -44,20 +44,20 @@ def test_a_program_off_the_path_is_named_as_it_was_started(program: Path, monkey
 
     command = folder.resume_command(Path("runs/the lake"))
 
-    assert command == f"'{program}' up 'runs/the lake/config.toml'"
+    assert command == f"'{program}' resume 'runs/the lake'"
 
 
 def test_a_program_on_the_path_is_called_by_its_name(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(program.parent))
     monkeypatch.setattr(sys, "argv", [str(program), "up"])
 
-    assert folder.resume_command(Path("runs/lake")) == "rollfarm up runs/lake/config.toml"
+    assert folder.resume_command(Path("runs/lake")) == "rollfarm resume runs/lake"
 
 
 def test_a_module_is_run_by_the_same_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["/checkout/rollfarm/__main__.py", "up"])
 
-    assert folder.resume_command(Path("runs/lake")) == f"{sys.executable} -m rollfarm up runs/lake/config.toml"
+    assert folder.resume_command(Path("runs/lake")) == f"{sys.executable} -m rollfarm resume runs/lake"
 
 
 @pytest.mark.parametrize(("fresh", "anew"), [(False, False), ("finished", False), (True, True)])
