@@ -2,8 +2,13 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import fmean, pstdev
+
+import numpy as np
+from numpy.typing import NDArray
+
+F64 = NDArray[np.float64]
 
 FLOOR = 1e-6
 
@@ -17,17 +22,27 @@ class Episode:
     paid: list[float]
     states: list[int]
     lengths: list[int]
+    charges: list[float] = field(default_factory=list[float])
+    """What each token costs; empty is nothing."""
+
+    @property
+    def score(self) -> float:
+        return self.reward - sum(self.charges)
 
     @property
     def credits(self) -> list[float]:
-        return [*self.paid[:-1], self.paid[-1] + self.reward - sum(self.paid)]
+        """Of each action: the sum of its tokens'."""
+        ends = [sum(self.lengths[: index + 1]) for index in range(len(self.lengths))]
+        return [sum(self.token_credits[end - length : end]) for end, length in zip(ends, self.lengths, strict=True)]
 
     @property
     def token_credits(self) -> list[float]:
+        paid = [*self.paid[:-1], self.paid[-1] + self.reward - sum(self.paid)]
         earned: list[float] = []
-        for credit, length in zip(self.credits, self.lengths, strict=True):
+        for credit, length in zip(paid, self.lengths, strict=True):
             earned += [0.0] * (length - 1) + [credit]
-        return earned
+        charges = self.charges or [0.0] * len(earned)
+        return [credit - charge for credit, charge in zip(earned, charges, strict=True)]
 
 
 Batch = Sequence[Episode]
@@ -38,7 +53,7 @@ def spread(batch: Batch, per_episode: Callable[[Episode], float]) -> list[float]
 
 
 def rewards_of(batch: Batch, group: int) -> list[float]:
-    return [episode.reward for episode in batch if episode.group == group]
+    return [episode.score for episode in batch if episode.group == group]
 
 
 def standard(value: float, mean_of: Sequence[float], std_of: Sequence[float] | None) -> float:
@@ -50,22 +65,22 @@ def standard(value: float, mean_of: Sequence[float], std_of: Sequence[float] | N
 
 
 def grpo(batch: Batch) -> list[float]:
-    return spread(batch, lambda e: standard(e.reward, (g := rewards_of(batch, e.group)), g))
+    return spread(batch, lambda e: standard(e.score, (g := rewards_of(batch, e.group)), g))
 
 
 def dr_grpo(batch: Batch) -> list[float]:
-    return spread(batch, lambda e: standard(e.reward, rewards_of(batch, e.group), None))
+    return spread(batch, lambda e: standard(e.score, rewards_of(batch, e.group), None))
 
 
 def lite_ppo(batch: Batch) -> list[float]:
-    everyone = [episode.reward for episode in batch]
-    return spread(batch, lambda e: standard(e.reward, rewards_of(batch, e.group), everyone))
+    everyone = [episode.score for episode in batch]
+    return spread(batch, lambda e: standard(e.score, rewards_of(batch, e.group), everyone))
 
 
 def rloo(batch: Batch) -> list[float]:
     def advantage(episode: Episode) -> float:
-        others = [other.reward for other in batch if other.group == episode.group and other is not episode]
-        return episode.reward - fmean(others) if others else 0.0
+        others = [other.score for other in batch if other.group == episode.group and other is not episode]
+        return episode.score - fmean(others) if others else 0.0
 
     return spread(batch, advantage)
 
@@ -73,13 +88,13 @@ def rloo(batch: Batch) -> list[float]:
 def maxrl(batch: Batch) -> list[float]:
     def advantage(episode: Episode) -> float:
         mean = fmean(rewards_of(batch, episode.group))
-        return (episode.reward - mean) / mean if mean > FLOOR else 0.0
+        return (episode.score - mean) / mean if mean > FLOOR else 0.0
 
     return spread(batch, advantage)
 
 
 def raft(batch: Batch) -> list[float]:
-    return spread(batch, lambda e: 1.0 if e.reward > 0 else 0.0)
+    return spread(batch, lambda e: 1.0 if e.score > 0 else 0.0)
 
 
 def returns(credits: Sequence[float], gamma: float) -> list[float]:
@@ -135,6 +150,62 @@ def gigpo(batch: Batch, gamma: float, weight: float) -> list[float]:
     return [outer + weight * inner for outer, inner in zip(grpo(batch), to_tokens(batch, steps), strict=True)]
 
 
+def gae(reward_NT: F64, value_NT: F64, mask_NT: NDArray[np.bool_], gamma: float, lam: float) -> F64:
+    """Of every position in the mask; those outside have no time. The recursion as a double sum."""
+    advantage_NT = np.zeros_like(reward_NT)
+    for row in range(len(mask_NT)):
+        places = np.flatnonzero(mask_NT[row])
+        for now, place in enumerate(places):
+            for later in range(now, len(places)):
+                here = places[later]
+                after = value_NT[row, places[later + 1]] if later + 1 < len(places) else 0.0
+                surprise = reward_NT[row, here] + gamma * after - value_NT[row, here]
+                advantage_NT[row, place] += (gamma * lam) ** (later - now) * surprise
+    return advantage_NT
+
+
+# --- divergences, values and shaping ---
+
+
+def divergence(name: str, policy: float, reference: float) -> float:
+    """Of a token, by the probabilities themselves."""
+    r = math.exp(policy) / math.exp(reference)
+    return {"k1": math.log(r), "k2": math.log(r) ** 2 / 2, "k3": 1 / r - 1 - math.log(1 / r), "abs": abs(math.log(r))}[
+        name
+    ]
+
+
+def value_loss(value: float, old: float, target: float, clip: float) -> float:
+    near = min(max(value, old - clip), old + clip)
+    return max((value - target) ** 2, (near - target) ** 2) / 2
+
+
+def overlong(tokens: int, limit: int, buffer: int) -> float:
+    if tokens <= limit - buffer:
+        return 0.0
+    return -1.0 if tokens > limit else ((limit - buffer) - tokens) / buffer
+
+
+# --- aggregation, over positions in the mask of padded rows ---
+
+
+def aggregated(name: str, loss_ST: F64, mask_ST: NDArray[np.bool_], *, length: int = 1024) -> float:
+    used = [row for row in range(len(loss_ST)) if mask_ST[row].any()]
+    sums = [float(loss_ST[row, mask_ST[row]].sum()) for row in used]
+    counts = [int(mask_ST[row].sum()) for row in used]
+    match name:
+        case "token_mean":
+            return sum(sums) / sum(counts)
+        case "seq_mean_token_mean":
+            return fmean(total / count for total, count in zip(sums, counts, strict=True))
+        case "seq_mean_token_sum":
+            return fmean(sums)
+        case "seq_mean_token_sum_norm":
+            return fmean(sums) / length
+        case _:
+            raise KeyError(name)
+
+
 # --- losses, of one token: current, behaviour and proximal log-probability, advantage ---
 
 
@@ -156,6 +227,22 @@ def topr(pi: float, anchor: float, a: float) -> float:
 
 def kimi(pi: float, anchor: float, a: float, *, tau: float) -> float:
     return -a * pi + tau / 2 * (pi - anchor) ** 2
+
+
+def weights(gaps: Sequence[float], sequences: Sequence[int], level: str) -> list[float]:
+    """Proximal to behaviour, of each token."""
+
+    def weight(gap: float, sequence: int) -> float:
+        siblings = [other for other, owner in zip(gaps, sequences, strict=True) if owner == sequence]
+        match level:
+            case "token":
+                return math.exp(gap)
+            case "sequence":
+                return math.prod(math.exp(each) for each in siblings)
+            case _:
+                return math.prod(math.exp(each) for each in siblings) ** (1 / len(siblings))
+
+    return [weight(gap, sequence) for gap, sequence in zip(gaps, sequences, strict=True)]
 
 
 def gspo(log_ratios: Sequence[float], a: float, *, low: float, high: float) -> float:

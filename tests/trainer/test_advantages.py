@@ -1,5 +1,8 @@
 """Advantages: worked out by hand, and against the formulas applied one token at a time."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,10 +16,11 @@ from trainer.algorithms.advantages import ADVANTAGES, Advantage
 from trainer.algorithms.samples import Samples
 
 
-def samples_of(batch: list[Episode]) -> Samples:
-    def f64(values: list[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float64)
+def f64(values: list[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
 
+
+def samples_of(batch: list[Episode]) -> Samples:
     lengths = [length for episode in batch for length in episode.lengths]
     return Samples(
         group_N=torch.tensor([episode.group for episode in batch]),
@@ -25,6 +29,7 @@ def samples_of(batch: list[Episode]) -> Samples:
         step_reward_K=f64([paid for episode in batch for paid in episode.paid]),
         state_K=torch.tensor([_numbered(episode.group, state) for episode in batch for state in episode.states]),
         action_P=torch.tensor([index for index, length in enumerate(lengths) for _ in range(length)]),
+        penalty_P=f64([charge for episode in batch for charge in episode.charges]) if batch[0].charges else None,
     )
 
 
@@ -45,15 +50,18 @@ numbers = st.integers(-8, 8).map(lambda number: number / 4)
 
 @st.composite
 def batches(draw: st.DrawFn) -> list[Episode]:
+    charged = draw(st.booleans())
+
     def episode(group: int) -> Episode:
         lengths = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
-        actions = len(lengths)
+        actions, tokens = len(lengths), sum(lengths)
         return Episode(
             group,
             draw(numbers),
             draw(st.lists(numbers, min_size=actions, max_size=actions)),
             draw(st.lists(st.integers(-1, 2), min_size=actions, max_size=actions)),
             lengths,
+            draw(st.lists(numbers, min_size=tokens, max_size=tokens)) if charged else [],
         )
 
     sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
@@ -110,6 +118,79 @@ def test_gigpo_compares_actions_that_were_taken_in_the_same_state() -> None:
     assert found.tolist() == [0.75, 0.5, -0.75, -0.5]
 
 
+def test_generalised_advantages_sum_discounted_surprises() -> None:
+    # Two actions of one token each, the second paid 1; the critic expects 0.5 and then 0.75.
+    samples = replace(samples_of([Episode(0, 1.0, [0.0, 1.0], [-1, -1], [1, 1])]), value_P=f64([0.5, 0.75]))
+
+    found = advantages.gae(samples, gamma=0.5, lam=0.5)
+
+    # Surprises: 0 + 0.5 * 0.75 - 0.5 = -0.125, then 1 - 0.75 = 0.25.
+    assert found.tolist() == [-0.125 + 0.25 * 0.25, 0.25]
+
+
+def test_with_lambda_1_the_return_is_what_is_learnt_and_with_lambda_0_the_next_value() -> None:
+    samples = replace(samples_of([Episode(0, 2.0, [0.0], [-1], [3])]), value_P=f64([5.0, 6.0, 7.0]))
+
+    assert (advantages.gae(samples, lam=1.0) + samples.value_P).tolist() == [2.0, 2.0, 2.0]
+    assert (advantages.gae(samples, lam=0.0) + samples.value_P).tolist() == [6.0, 7.0, 2.0]
+
+
+def test_generalised_advantages_end_with_their_trajectory() -> None:
+    batch = [Episode(0, 0.0, [0.0], [-1], [2]), Episode(0, 8.0, [0.0], [-1], [1])]
+    samples = replace(samples_of(batch), value_P=f64([0.0, 0.0, 4.0]))
+
+    assert advantages.gae(samples).tolist() == [0.0, 0.0, 4.0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), gamma=st.sampled_from([0.0, 0.5, 1.0]), lam=st.sampled_from([0.0, 0.9, 1.0]))
+def test_generalised_advantages_equal_the_formula_on_padded_rows_in_which_others_wrote_too(
+    data: st.DataObject, gamma: float, lam: float
+) -> None:
+    batch = data.draw(batches())
+    mask_NT = _placed(batch, data)
+    reward_NT, value_NT = np.zeros(mask_NT.shape), np.full(mask_NT.shape, 77.0)
+    values = data.draw(st.lists(numbers, min_size=int(mask_NT.sum()), max_size=int(mask_NT.sum())))
+    reward_NT[mask_NT] = [credit for episode in batch for credit in episode.token_credits]
+    value_NT[mask_NT] = values
+
+    found = advantages.gae(replace(samples_of(batch), value_P=f64(values)), gamma=gamma, lam=lam)
+
+    expected = reference.gae(reward_NT, value_NT, mask_NT, gamma, lam)[mask_NT]
+    assert found.tolist() == pytest.approx(expected.tolist(), abs=1e-9)
+
+
+def _placed(batch: list[Episode], data: st.DataObject) -> np.ndarray:
+    """bool[N, T], where in a padded row the policy wrote each token, with tokens of others between."""
+    gaps = st.integers(1, 3)
+    rows = [
+        [place for length in episode.lengths for place in [False] * data.draw(gaps) + [True] * length]
+        for episode in batch
+    ]
+    width = max(map(len, rows))
+    return np.array([row + [False] * (width - len(row)) for row in rows])
+
+
+def test_distillation_pays_a_token_by_how_much_likelier_the_teacher_finds_it() -> None:
+    samples = replace(samples_of([Episode(0, 9.0, [0.0], [-1], [2])]), teacher_gap_P=f64([0.5, -2.0]))
+
+    assert advantages.opd(samples, coef=2.0).tolist() == [1.0, -4.0]
+
+
+@pytest.mark.parametrize(("name", "who"), [("gae", "a critic"), ("opd", "a teacher")])
+def test_an_advantage_without_the_model_that_it_asks_says_so(name: str, who: str) -> None:
+    with pytest.raises(LookupError, match=f"needs {who}"):
+        ADVANTAGES[name](one_action_each([1.0]))
+
+
+def test_tokens_are_charged_one_by_one_and_a_trajectory_for_all_of_its_tokens() -> None:
+    charged = samples_of([Episode(0, 4.0, [1.0, 3.0], [-1, -1], [2, 1], [0.5, 0.25, 2.0])])
+
+    assert advantages.reinforce(charged).tolist() == [1.25, 1.75, 1.0]
+    assert charged.credit_K().tolist() == [0.25, 1.0]
+    assert charged.score_N().tolist() == [1.25]
+
+
 @settings(max_examples=60, deadline=None)
 @given(batch=batches(), gamma=st.sampled_from([0.0, 0.5, 1.0]))
 def test_every_advantage_equals_its_formula_applied_token_by_token(batch: list[Episode], gamma: float) -> None:
@@ -131,7 +212,7 @@ def test_every_advantage_equals_its_formula_applied_token_by_token(batch: list[E
         "step_reinforce": reference.step_reinforce(batch, gamma),
         "gigpo": reference.gigpo(batch, gamma, 1.0),
     }
-    assert expected.keys() | timed.keys() == ADVANTAGES.keys()
+    assert expected.keys() | timed.keys() | {"gae", "opd"} == ADVANTAGES.keys()
 
     for name, values in expected.items():
         assert ADVANTAGES[name](samples).tolist() == pytest.approx(values, abs=1e-9), name

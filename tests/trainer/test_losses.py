@@ -187,6 +187,21 @@ def test_every_loss_equals_its_formula_token_by_token(batch: Sequences) -> None:
         assert LOSSES[name](tokens)[0].tolist() == pytest.approx(values, rel=1e-9, abs=1e-12), name
 
 
+@settings(max_examples=60, deadline=None)
+@given(batch=st.lists(st.tuples(advantages, st.lists(log_ratios, min_size=1, max_size=5)), min_size=1, max_size=4))
+def test_every_correction_equals_its_formula_token_by_token(batch: Sequences) -> None:
+    tokens = _of_sequences(batch)
+    gaps = (tokens.proximal_logp_T - tokens.behavior_logp_T).tolist()
+    sequence_T = tokens.sequence_T.tolist()
+
+    for level in ("token", "sequence", "geometric"):
+        weights = reference.weights(gaps, sequence_T, level)
+        truncated = [min(max(weight, 0.3), 1.6) for weight in weights]
+        masked = [weight if 0.5 <= weight <= 1.6 else 0.0 for weight in weights]
+        assert correction.truncated(tokens, level=level, low=0.3, high=1.6).tolist() == pytest.approx(truncated), level
+        assert correction.masked(tokens, level=level, low=0.5, high=1.6).tolist() == pytest.approx(masked), level
+
+
 @settings(max_examples=25, deadline=None)
 @given(batch=st.lists(st.tuples(advantages, st.lists(log_ratios, min_size=1, max_size=4)), min_size=1, max_size=3))
 def test_gradients_are_those_of_finite_differences(batch: Sequences) -> None:
@@ -199,6 +214,8 @@ def test_gradients_are_those_of_finite_differences(batch: Sequences) -> None:
 
     smooth: dict[str, Callable[[Tokens], Tensor]] = {
         "clipped": lambda moved: losses.clipped(moved)[0],
+        # A sequence's tokens share one advantage: the gradient that its ratio has is then what is shared out to them.
+        "gspo": lambda moved: losses.gspo(moved)[0],
         "gmpo": lambda moved: losses.gmpo(moved)[0],
         "kimi": lambda moved: losses.kimi(moved)[0],
         "truncated": gradient_policy(lambda ratio: ratio.clamp(0, 2)),
@@ -206,6 +223,7 @@ def test_gradients_are_those_of_finite_differences(batch: Sequences) -> None:
         "reinforce": gradient_policy(lambda ratio: ratio),
         "topr": gradient_policy(lambda ratio: torch.where(tokens.advantage_T < 0, ratio.clamp(0, 1), 1.0)),
     }
+    assert smooth.keys() == LOSSES.keys()
     for name, value in smooth.items():
         found = gradient(LOSSES[name](tokens)[0], tokens)
         assert found == pytest.approx(_differences(value, tokens), rel=1e-4, abs=1e-6), name
