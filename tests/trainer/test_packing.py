@@ -46,8 +46,13 @@ SMALL: dict[str, Any] = {
     "max_position_embeddings": 64,
     "pad_token_id": 0,
 }
-SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
-EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+SLIDING: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4}
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
 
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen3": lambda: Qwen3Config(**SMALL),

@@ -63,7 +63,9 @@ class _Picked(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grads: Tensor | None
+    ) -> tuple[Tensor | None, None, None]:
         p_PV, ids_P, entropy_P = ctx.saved_tensors
         by_logp_P, by_entropy_P = grads
         grad_PV: Tensor | None = None

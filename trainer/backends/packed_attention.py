@@ -142,14 +142,14 @@ def _row_by_row(
             each[0, :, start : start + count * length].unflatten(1, (count, length)).transpose(0, 1)
             for each in (query_1ATD, key_1ATD, value_1ATD)
         )
-        banded = window is not None and length > window
+        band = None if window is None or length <= window else _band(length, window, query_NALD.device)
         out_NALD = F.scaled_dot_product_attention(
             query_NALD,
             key_NALD,
             value_NALD,
-            attn_mask=_band(length, window, query_NALD.device) if banded else None,
+            attn_mask=band,
             dropout_p=dropout,
-            is_causal=not banded,
+            is_causal=band is None,
             scale=scaling,
             enable_gqa=query_NALD.shape[1] != key_NALD.shape[1],
         )

@@ -33,25 +33,23 @@ class TokenModel(nn.Module):
 
 
 class TokenLogprobs(TokenModel):
-    """A causal language model. The entropies have a gradient only with `entropy_gradient`."""
+    """A causal language model."""
 
-    def __init__(self, model: PreTrainedModel, *, entropy_gradient: bool = False) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
-        self.entropy_gradient = entropy_gradient
         _check_head(model)
 
     def forward(self, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
         head = self.model.get_output_embeddings()
         assert head is not None
-        logp_P, entropy_P = token_logprobs(
+        return token_logprobs(
             head,
             _hidden_before(self.model, batch),
             batch.ids_T[batch.at_P],
             temperature=temperature,
             vocabulary=self.model.config.get_text_config().vocab_size,
         )
-        return logp_P, entropy_P if self.entropy_gradient else entropy_P.detach()
 
 
 class TokenValues(TokenModel):
