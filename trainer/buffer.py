@@ -13,12 +13,14 @@ import structlog
 from rollfarm import rpc
 from rollfarm.errors import DeadlineExceeded, FarmError, is_retryable
 from rollfarm.v1 import sample_buffer_pb2, sample_buffer_pb2_grpc
+from trainer.batch_measures import buffer_measures
 
 log = structlog.get_logger()
 
 CALL_SECONDS = 30.0
 POLL_SECONDS = 20.0
 RETRY_SECONDS = 0.5
+STATUS_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,15 @@ class BufferClient:
             trained_step_count=trained_step_count,
         )
         await _insist(self._stub.PublishVersion, request)
+
+    async def measures(self) -> dict[str, float]:
+        """What it counted since the run began; nothing where it is away, for nobody waits for figures."""
+        request = sample_buffer_pb2.GetStatusRequest(run_id=self._run_id)
+        try:
+            return buffer_measures(await rpc.call(self._stub.GetStatus, request, timeout=STATUS_SECONDS))
+        except FarmError as error:
+            log.info("sample_buffer tells no figures", cause=str(error))
+            return {}
 
     async def validate(self, validation_id: str, episode_count: int) -> list[sample_buffer_pb2.DomainResult]:
         """Play validation episodes, and wait for all of them."""

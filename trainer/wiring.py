@@ -23,6 +23,7 @@ from trainer.learner import build_learner, objectives
 from trainer.objective import advantage_of
 from trainer.progress import Progress
 from trainer.server import SERVICE, TrainerServicer
+from trainer.tracking import close_all, feeds_of
 from trainer.weights.build import build_transport
 from trainer.weights.publisher import Publisher
 
@@ -51,7 +52,8 @@ def follow(root: TrainerRoot) -> None:
 async def serve(root: TrainerRoot) -> None:
     """Serve and learn until the run is over or the trainer is asked to stop."""
     config = root.trainer
-    progress = Progress(root.run.name, root.run.steps, root.run.path / "metrics.jsonl")
+    feeds = feeds_of(root)
+    progress = Progress(root.run.name, root.run.steps, root.run.path / "metrics.jsonl", feeds)
     controls = Controls()
     asked, stop = service.stop_on_signal(), asyncio.Event()
     async with rpc.channel(config.sample_buffer_address) as buffer, rpc.channel(config.llm_proxy_address) as proxy:
@@ -71,7 +73,12 @@ async def serve(root: TrainerRoot) -> None:
                 trainer_id=f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}",
             ),
             publisher,
-            Checkpoints(root.run.path / "checkpoints", run_id=root.run.name, keep=config.keep_checkpoints),
+            Checkpoints(
+                root.run.path / "checkpoints",
+                run_id=root.run.name,
+                keep=config.keep_checkpoints,
+                keep_best=config.keep_best,
+            ),
             progress,
             controls,
         )
@@ -96,6 +103,8 @@ async def serve(root: TrainerRoot) -> None:
             if wrong := _config_error(group):
                 raise wrong from None
             raise
+        finally:
+            await asyncio.to_thread(close_all, feeds)
 
 
 def _config_error(group: BaseExceptionGroup) -> ConfigError | None:
