@@ -1,0 +1,63 @@
+"""Every recipe of examples/recipes trains a real farm, as `rollfarm up FARM RECIPE` does."""
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollfarm.run import ModelConfig
+from tests.farm.conftest import CHECKOUT, StartFarm
+from trainer.config import TrainerConfig
+from trainer.create_model import ensure_model
+
+EASY = CHECKOUT / "tests" / "farm" / "easy.toml"
+RECIPES = sorted((CHECKOUT / "examples" / "recipes").glob("*.toml"))
+TAUGHT = "opd"
+"""The recipe that needs a teacher, and learns from nothing else."""
+
+LR = {"gspo": "3e-2"}
+"""Where bounds are so tight that the easy task's five steps need longer ones."""
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_is_named_in_the_documents(recipe: Path):
+    assert f"`{recipe.stem}`" in (CHECKOUT / "docs" / "recipes.md").read_text()
+    TrainerConfig.model_validate(
+        tomllib.loads(recipe.read_text())["trainer"] | ({"teacher": {"path": "x"}} if recipe.stem == TAUGHT else {})
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", [path for path in RECIPES if path.stem != TAUGHT], ids=lambda path: path.stem)
+def test_five_steps_of_a_recipe_earn_more(start_farm: StartFarm, recipe: Path):
+    flags = ["--trainer.lr", LR.get(recipe.stem, "1e-2")]
+    if recipe.stem == "ppo":
+        flags += ["--trainer.critic.lr", "1e-2"]
+
+    farm = start_farm([EASY, recipe], *flags)
+    status, summary = farm.finish(seconds=200)
+
+    assert (status, summary["steps"]) == (0, 5)
+    assert summary["rewards"][-1] > summary["rewards"][0] + 0.05
+
+
+@pytest.mark.slow
+def test_five_steps_of_distillation_come_nearer_to_the_teacher(start_farm: StartFarm, tmp_path: Path):
+    (recipe,) = (path for path in RECIPES if path.stem == TAUGHT)
+    model = tomllib.loads(EASY.read_text())["model"]
+    teacher = tmp_path / "teacher"
+    ensure_model(ModelConfig.model_validate({**model, "path": str(teacher), "create": {**model["create"], "seed": 7}}))
+
+    farm = start_farm([EASY, recipe], "--trainer.teacher.path", str(teacher))
+    status, summary = farm.finish(seconds=200)
+
+    gaps = [step["metrics"]["kl_teacher"] for step in _steps(farm.run)]
+    assert (status, summary["steps"]) == (0, 5)
+    assert gaps[-1] < gaps[0]
+
+
+def _steps(run: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["kind"] == "step"]
