@@ -9,7 +9,14 @@ from rollfarm.config import Config, ConfigError, Listen, Root, Telemetry, neares
 from rollfarm.registry import check_outline, outline
 from rollfarm.run import ModelConfig, RunConfig
 from trainer.algorithm_config import CriticConfig, KlConfig, ShapingConfig, TeacherConfig, check_roles
-from trainer.backend_config import DeepSpeedConfig, Fsdp2Config, LoraConfig, MegatronConfig, OptimizerName
+from trainer.backend_config import (
+    DeepSpeedConfig,
+    Fsdp2Config,
+    LoraConfig,
+    MegatronConfig,
+    OptimizerName,
+    check_backend,
+)
 from trainer.trackers import config as trackers_config
 from trainer.trackers.config import SamplesConfig, TrackerConfig
 
@@ -134,7 +141,7 @@ class TrainerConfig(Config):
 
     entropy_bonus: float = Field(default=0.0, ge=0)
     """Weight of the policy's entropy, which is subtracted from the loss of each token. 0 has none; the entropy is
-    measured in any case. Above 0 the backward pass takes more memory."""
+    measured in any case."""
 
     shaping: ShapingConfig = ShapingConfig()
     """Rewards and advantages, bent."""
@@ -160,8 +167,13 @@ class TrainerConfig(Config):
     learnt from them, and a reward that rises all the same was not earned."""
 
     micro_batch_tokens: int = Field(default=8192, ge=1)
-    """Padded tokens of one forward pass; a longer row has a pass of its own. Memory grows with it, results do not
-    change."""
+    """Tokens of one forward pass, and of padding where there is any; a longer row has a pass of its own. Memory grows
+    with it, results do not change."""
+
+    packing: bool = True
+    """Rows go through the model end to end, with nothing between them. Architectures that cannot be told where a row
+    ends have rows padded all the same, and the log says so. False pads always: results do not change, and it is faster
+    only where rows are equally long."""
 
     rank_timeout_seconds: float = Field(default=600.0, gt=0)
     """How long data-parallel ranks wait for each other in a step. A rank that dies takes the others down at once."""
@@ -173,8 +185,8 @@ class TrainerConfig(Config):
     """Newest checkpoints kept in run.folder/run.name/checkpoints."""
 
     keep_best: int = Field(default=0, ge=0)
-    """Checkpoints kept besides: those that validated best by best_metric. Each validation then has a checkpoint. 0 keeps
-    none."""
+    """Checkpoints kept besides: those that validated best by best_metric. Each validation then has a checkpoint. 0
+    keeps none."""
 
     best_metric: str = "reward"
     """What keep_best goes by: "reward", or a name that the environment measures, such as "success"."""

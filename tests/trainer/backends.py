@@ -11,7 +11,7 @@ from typing import Any
 from rollfarm.ports import free_port
 from tests.trainer.conftest import ROOT
 
-SECONDS = 120.0
+SECONDS = 300.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,12 +28,21 @@ class Trained:
 
 
 def start(
-    model: Path, folder: Path, steps: str, config: dict[str, Any], *, world_size: int = 1, rows: int = 9
+    model: Path,
+    folder: Path,
+    steps: str,
+    config: dict[str, Any],
+    *,
+    world_size: int = 1,
+    rows: int = 9,
+    save_before: int | None = None,
+    dtype: str = "float32",
 ) -> list["subprocess.Popen[str]"]:
-    """The ranks of one trainer."""
+    """The ranks of one trainer. It saves before the step `save_before`, and goes on."""
     port = free_port()
     settings = json.dumps({"device": "cpu", "lr": 1e-2, **config})
     command = [sys.executable, "-m", "tests.trainer.rank", str(model), str(folder), settings, steps, str(rows)]
+    command += ["" if save_before is None else str(save_before), dtype]
 
     def rank(number: int) -> "subprocess.Popen[str]":
         rendezvous = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
@@ -52,11 +61,19 @@ def start(
 
 
 def train(
-    model: Path, folder: Path, steps: str, config: dict[str, Any], *, world_size: int = 1, rows: int = 9
+    model: Path,
+    folder: Path,
+    steps: str,
+    config: dict[str, Any],
+    *,
+    world_size: int = 1,
+    rows: int = 9,
+    save_before: int | None = None,
+    dtype: str = "float32",
 ) -> Trained:
     """What the ranks came to."""
     folder.mkdir(parents=True, exist_ok=True)
-    ranks = start(model, folder, steps, config, world_size=world_size, rows=rows)
+    ranks = start(model, folder, steps, config, world_size=world_size, rows=rows, save_before=save_before, dtype=dtype)
     try:
         outputs = [rank.communicate(timeout=SECONDS) for rank in ranks]
     finally:

@@ -10,11 +10,12 @@ is returned is the same on every rank, unless a method says otherwise.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from trainer.backend_config import LoraConfig, OptimizerName
 from trainer.objective import LossFn
 from trainer.rows import Row
 
@@ -41,11 +42,23 @@ class Settings:
     max_grad_norm: float = 1.0
     """The gradient is scaled down to this norm. 0 never scales."""
 
+    optimizer: OptimizerName = "adamw"
+    """What turns gradients into steps."""
+
     weight_decay: float = 0.0
     """Decoupled decay of matrices."""
 
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay of Adam's moments."""
+
+    packing: bool = True
+    """Whether rows go through a model end to end, where its architecture allows it."""
+
+    lora: LoraConfig | None = None
+    """The adapters that learn in place of the model, if any."""
+
+    seed: int = 0
+    """Seeds what is random in the model's beginning."""
 
 
 class Scorer(Protocol):
@@ -100,4 +113,14 @@ class Backend(Scorer, Protocol):
 
     def export(self, folder: Path) -> None:
         """Write model and tokenizer in Hugging Face format into an existing folder."""
+        ...
+
+
+@runtime_checkable
+class AdapterBackend(Backend, Protocol):
+    """A Backend that may have adapters."""
+
+    def export_adapter(self, folder: Path) -> None:
+        """Write the adapters alone into an existing folder, in peft's format: adapter_config.json and
+        adapter_model.safetensors."""
         ...

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedModel
 
 from rollfarm.config import ConfigError
 from rollfarm.run import ModelConfig
@@ -32,14 +32,16 @@ def build_models(model: ModelConfig, config: TrainerConfig) -> Models:
         optimizer=config.optimizer,
         weight_decay=config.weight_decay,
         betas=config.betas,
-        entropy_gradient=config.entropy_bonus > 0,
+        packing=config.packing,
+        lora=config.lora,
+        seed=config.seed,
     )
     learners: dict[Role, Backend] = {Role.POLICY: _policy(settings, config)}
     if config.critic is not None:
         learners[Role.CRITIC] = _critic(replace(settings, path=config.critic.path or model.path), config)
     scorers: dict[Role, Scorer] = {}
     if config.kl.needs_reference:
-        scorers[Role.REFERENCE] = _frozen(replace(settings, path=config.kl.reference or model.path), config)
+        scorers[Role.REFERENCE] = _reference(learners[Role.POLICY], settings, config)
     if config.teacher is not None:
         scorers[Role.TEACHER] = _frozen(replace(settings, path=config.teacher.path), config)
     return Models(learners, scorers)
@@ -56,24 +58,34 @@ def vocabulary_of(path: str) -> int:
 def _policy(settings: Settings, config: TrainerConfig) -> Backend:
     match config.backend:
         case "torch":
-            model = TokenLogprobs(load_model(settings.path), entropy_gradient=settings.entropy_gradient)
-            return ReplicatedBackend(model, settings)
+            return ReplicatedBackend(_logprobs(settings, load_model(settings.path, packing=settings.packing)), settings)
         case "fsdp2":
             from trainer.backends.fsdp2 import Fsdp2Backend
 
-            make = partial(TokenLogprobs, entropy_gradient=settings.entropy_gradient)
-            return Fsdp2Backend(make, settings, config.fsdp2)
+            return Fsdp2Backend(partial(_logprobs, settings), settings, config.fsdp2)
         case "deepspeed":
             from trainer.backends.zero import ZeroBackend
 
-            make = partial(TokenLogprobs, entropy_gradient=settings.entropy_gradient)
-            return ZeroBackend(make, settings, config.deepspeed)
+            return ZeroBackend(TokenLogprobs, settings, config.deepspeed)
+        case "megatron":
+            from trainer.backends.megatron.backend import MegatronBackend
+
+            return MegatronBackend(settings, config.megatron)
+
+
+def _logprobs(settings: Settings, model: PreTrainedModel) -> TokenLogprobs:
+    """A policy, with the adapters that are asked for."""
+    if settings.lora is not None:
+        from trainer.backends.lora import add_adapters
+
+        add_adapters(model, settings.lora, seed=settings.seed)
+    return TokenLogprobs(model)
 
 
 def _critic(settings: Settings, config: TrainerConfig) -> Backend:
     match config.backend:
         case "torch":
-            return ReplicatedBackend(TokenValues(load_model(settings.path)), settings)
+            return ReplicatedBackend(TokenValues(load_model(settings.path, packing=settings.packing)), settings)
         case "fsdp2":
             from trainer.backends.fsdp2 import Fsdp2Backend
 
@@ -82,11 +94,21 @@ def _critic(settings: Settings, config: TrainerConfig) -> Backend:
             from trainer.backends.zero import ZeroBackend
 
             return ZeroBackend(TokenValues, settings, config.deepspeed)
-        case other:
+        case "megatron":
             raise ConfigError(
-                f"trainer.critic: the backend {other!r} cannot hold a critic yet. Choose trainer.backend = 'torch', or "
+                "trainer.critic: the backend 'megatron' cannot hold a critic yet. Choose trainer.backend = 'torch', or "
                 "an advantage without a critic."
             )
+
+
+def _reference(policy: Backend, settings: Settings, config: TrainerConfig) -> Scorer:
+    if config.lora is not None and not config.kl.reference:
+        from trainer.backends.lora import WithoutAdapters
+        from trainer.backends.module import ModuleBackend
+
+        assert isinstance(policy, ModuleBackend)
+        return WithoutAdapters(policy)
+    return _frozen(replace(settings, path=config.kl.reference or settings.path), config)
 
 
 def _frozen(settings: Settings, config: TrainerConfig) -> Scorer:
@@ -99,4 +121,8 @@ def _frozen(settings: Settings, config: TrainerConfig) -> Scorer:
         from trainer.backends.zero import frozen
 
         return frozen(TokenLogprobs, settings, config.deepspeed)
-    return FrozenScorer(TokenLogprobs(load_model(settings.path)), settings)
+    if config.backend == "megatron":
+        from trainer.backends.megatron.cut_model import MegatronScorer
+
+        return MegatronScorer(settings, config.megatron)
+    return FrozenScorer(TokenLogprobs(load_model(settings.path, packing=settings.packing)), settings)
