@@ -32,22 +32,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from load_tests.killing import report
 from load_tests.killing.audit import Finding, Rules, audit
-from load_tests.killing.chaos import Chaos, Kill
+from load_tests.killing.campaign import Campaign
 from load_tests.killing.evidence import Evidence
-from load_tests.killing.farm import CONFIG, SERVICES, Farm, FarmEnded, restarts
+from load_tests.killing.farm import CONFIG, SERVICES, restarts
 from load_tests.killing.inquiry import Inquiry, LedgerUnreadable, read_remains
-from load_tests.killing.tap import Tap, serve
-from rollfarm import rpc
-from rollfarm.ports import free_ports
 from rollfarm.up.config import read_farm
-from rollfarm.up.farm import Addresses
-
-LAST_STEPS = 5
-"""Steps that the second farm adds, so that the run ends with nothing outstanding."""
-
-FINISH_SECONDS = 180.0
-EXIT_STOPPED = 130
-"""Of `rollfarm up` after Ctrl-C."""
 
 
 def main(argv: list[str]) -> int:
@@ -55,7 +44,8 @@ def main(argv: list[str]) -> int:
     folder = Path(tempfile.mkdtemp(prefix="rf-kill-", dir=options.folder))
     began, evidence = time.monotonic(), Evidence()
     inquiry = Inquiry(evidence)
-    kills, failure = asyncio.run(_kill_and_finish(options, folder, evidence, inquiry))
+    campaign = Campaign(folder, options.services, kills=options.kills, seed=options.seed, say=_say)
+    kills, failure = asyncio.run(campaign.run(evidence, inquiry))
     _say("auditing what is left")
     run = read_farm([str(CONFIG)], prog="kill.py").run
     try:
@@ -92,38 +82,6 @@ def _parser() -> argparse.ArgumentParser:
         "--folder", type=Path, help="where the run's folder is made, and kept on failure (the system's)"
     )
     return parser
-
-
-async def _kill_and_finish(
-    options: argparse.Namespace, folder: Path, evidence: Evidence, inquiry: Inquiry
-) -> tuple[list[Kill], str]:
-    """Kill as often as asked, then go on to the end. The kills, and why the farm did not survive, or nothing."""
-    base_port = free_ports(100)
-    buffer = Addresses.of(base_port, engines=1, env_managers=1).sample_buffer
-    async with rpc.channel(buffer) as upstream:
-        server, tap_port = await serve(Tap(upstream, evidence))
-        asking = asyncio.create_task(inquiry.go_on(buffer))
-        farm = await Farm.start(folder, base_port, tap_port, steps=0)
-        _say(f"the farm starts in {folder}")
-        chaos = Chaos(farm, evidence, options.services, kills=options.kills, seed=options.seed, say=_say)
-        try:
-            await chaos.run()
-            _say("stopping the farm")
-            if (status := await farm.stop()) != EXIT_STOPPED:
-                raise FarmEnded(f"Ctrl-C ended the farm with status {status}.\n{farm.last_words()}")
-            steps = max(delivery.step for delivery in evidence.deliveries) + 1 + LAST_STEPS
-            _say(f"another farm goes on to step {steps}")
-            farm = await Farm.start(folder, base_port, tap_port, steps)
-            if status := await farm.finish(FINISH_SECONDS):
-                raise FarmEnded(f"The second farm ended with status {status}.\n{farm.last_words()}")
-        except FarmEnded as failure:
-            return chaos.kills, str(failure)
-        finally:
-            await farm.end()
-            asking.cancel()
-            await asyncio.gather(asking, return_exceptions=True)
-            await server.stop(grace=None)
-        return chaos.kills, ""
 
 
 def _say(text: str) -> None:

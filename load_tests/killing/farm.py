@@ -5,6 +5,7 @@ import json
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
@@ -31,16 +32,19 @@ class Farm:
         self._folder = folder
 
     @classmethod
-    async def start(cls, folder: Path, base_port: int, tap_port: int, steps: int) -> "Farm":
+    async def start(
+        cls, folder: Path, base_port: int, tap_port: int, steps: int, *, flags: Mapping[str, str]
+    ) -> "Farm":
         """Begin the run in `folder`, or go on with it. 0 steps is without end."""
-        flags = {
+        settings = {
+            **flags,
             "run.folder": str(folder),
             "run.steps": str(steps),
             "model.path": str(folder / "model"),
             "up.base_port": str(base_port),
         }
         argv = [sys.executable, "-m", "load_tests.killing.tapped", f"127.0.0.1:{tap_port}", str(CONFIG)]
-        argv += [word for name, value in flags.items() for word in (f"--{name}", value)]
+        argv += [word for name, value in settings.items() for word in (f"--{name}", value)]
         with (folder / "up.log").open("ab") as log:
             process = await asyncio.create_subprocess_exec(
                 *argv, stdin=asyncio.subprocess.DEVNULL, stdout=PIPE, stderr=log, cwd=ROOT

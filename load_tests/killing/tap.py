@@ -19,6 +19,9 @@ from rollfarm.v1 import trajectory_pb2 as tp
 Context = aio.ServicerContext[Any, Any]
 Note = Callable[[bytes, bytes, float], None]
 
+Keep = Callable[[list[pb.LeaseBatchResponse]], None]
+"""Is given every batch that was delivered whole."""
+
 READS = ("Heartbeat", "GetStatus", "ListTrajectories", "GetLineage", "WaitValidation")
 """Calls whose answers need no journal."""
 
@@ -26,8 +29,9 @@ READS = ("Heartbeat", "GetStatus", "ListTrajectories", "GetLineage", "WaitValida
 class Tap(grpc.GenericRpcHandler):
     """Serves whatever sample_buffer serves, from `upstream`, a channel to it."""
 
-    def __init__(self, upstream: aio.Channel, evidence: Evidence) -> None:
+    def __init__(self, upstream: aio.Channel, evidence: Evidence, keep: Keep | None = None) -> None:
         self._upstream = upstream
+        self._keep = keep
         self._evidence = evidence
         self._notes: dict[str, Note] = {
             "LeaseEpisodes": self._leased,
@@ -93,6 +97,8 @@ class Tap(grpc.GenericRpcHandler):
             if parts:
                 trainer_id = pb.LeaseBatchRequest.FromString(request).trainer_id
                 self._evidence.deliveries.append(delivery(parts, trainer_id, began))
+                if self._keep is not None:
+                    self._keep([pb.LeaseBatchResponse.FromString(part) for part in parts])
                 self._evidence.writes.append((began, time.time()))
                 self._evidence.changed.notify()
 
