@@ -17,6 +17,7 @@ from trainer.backend_config import (
     OptimizerName,
     check_backend,
 )
+from trainer.evaluation.config import EvaluationConfig
 from trainer.trackers import config as trackers_config
 from trainer.trackers.config import SamplesConfig, TrackerConfig
 
@@ -238,6 +239,9 @@ class TrainerConfig(Config):
     samples: SamplesConfig = SamplesConfig()
     """Trajectories shown as text."""
 
+    evaluation: EvaluationConfig = EvaluationConfig()
+    """What `rollfarm evaluate` does in place of training."""
+
     exit_when_finished: bool = False
     """Exit after the last step. Otherwise the trainer goes on answering GetProgress, and serves the final weights to
     engines that restart, until SIGTERM."""
@@ -290,4 +294,5 @@ class TrainerRoot(Root):
         if data is not None and not data.is_file():
             raise ConfigError(f"trainer.warm_start.data: {data}: no such file. Correct the path.")
         trackers_config.check(self.trainer.trackers)
+        self.trainer.evaluation.check()
         self.model.check()

@@ -4,6 +4,7 @@ The result of a step is a pure function of the weights, the batch and the config
 """
 
 import math
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,7 +20,7 @@ from trainer import warm_start
 from trainer.algorithms.measures import of_critic, readable
 from trainer.algorithms.samples import Samples
 from trainer.backends import Write
-from trainer.backends.build import build_models, vocabulary_of
+from trainer.backends.build import build_models
 from trainer.batch_measures import measured
 from trainer.checkpoints import LearnerState
 from trainer.config import TrainerConfig, TrainerRoot
@@ -29,8 +30,9 @@ from trainer.ranks import Leader, Role
 from trainer.rows import Row, policy_token_count, rows_of
 from trainer.sample_table import Decoder, Sample, table_of
 from trainer.samples import check_vocabulary, refused, samples_of, was_truncated
+from trainer.vocabulary import vocabulary_of
 from trainer.weights.memory import arena_for
-from trainer.weights.snapshot import Opened, Snapshot, Snapshots
+from trainer.weights.snapshot import Adapter, Opened, Snapshot, Snapshots, read_adapter
 
 log = structlog.get_logger()
 
@@ -181,8 +183,18 @@ class Learner:
         self.leader.reset_optimizer()
 
     def snapshot(self, policy_version: int, opened: Opened = lambda snapshot: None) -> Snapshot:
-        """A copy of the weights for engines; `opened` gets it as soon as it may be sent."""
+        """A copy of the weights for engines, or of the adapter where it travels alone; `opened` gets it as soon as it may
+        be sent."""
+        if self._config.lora is not None and self._config.transport == "store":
+            snapshot = self._snapshots.take_adapter(self._adapter(), policy_version=policy_version)
+            opened(snapshot)
+            return snapshot
         return self._snapshots.take(self.leader.named_tensors(), policy_version=policy_version, opened=opened)
+
+    def _adapter(self) -> Adapter:
+        with tempfile.TemporaryDirectory(prefix="rollfarm-adapter-") as folder:
+            self.leader.export_adapter(Path(folder))
+            return read_adapter(Path(folder))
 
     def save(self, folder: Path) -> Write:
         return self.leader.save(folder)

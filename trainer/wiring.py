@@ -24,6 +24,7 @@ from trainer.objective import advantage_of
 from trainer.progress import Progress
 from trainer.server import SERVICE, TrainerServicer
 from trainer.tracking import close_all, feeds_of
+from trainer.vocabulary import check_vocabularies
 from trainer.weights.build import build_transport
 from trainer.weights.publisher import Publisher
 
@@ -37,6 +38,7 @@ def check(root: TrainerRoot) -> None:
     if root.trainer.threads:
         torch.set_num_threads(root.trainer.threads)
     ensure_model(root.model)
+    check_vocabularies(root.model, root.trainer)
 
 
 def is_follower() -> bool:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from rollfarm import rpc
 from rollfarm.run import DomainConfig, ModelConfig, RunConfig, SamplingConfig
 from rollfarm.v1 import llm_proxy_pb2_grpc, sample_buffer_pb2, sample_buffer_pb2_grpc
-from tests.trainer.stand_ins import play_forever, serving_proxy
+from tests.trainer.stand_ins import evenly, play_forever, serving_proxy
 from trainer.buffer import BufferClient
 from trainer.checkpoints import Checkpoints
 from trainer.config import TrainerConfig, TrainerRoot
@@ -83,7 +83,13 @@ class Farm:
 
 @asynccontextmanager
 async def farm(
-    address: str, model: Path, folder: Path, *, alpha: float = 1.0, **settings: object
+    address: str,
+    model: Path,
+    folder: Path,
+    *,
+    alpha: float = 1.0,
+    pay: Callable[[sample_buffer_pb2.Episode], float] = evenly,
+    **settings: object,
 ) -> AsyncIterator[Farm]:
     """A run of six steps of two groups of four, being played."""
     run = RunConfig(
@@ -101,7 +107,7 @@ async def farm(
         run=run, model=ModelConfig(path=str(model)), trainer=TrainerConfig.model_validate({**trainer, **settings})
     )
     async with serving_proxy() as proxy, rpc.channel(address) as to_buffer, rpc.channel(proxy.address) as to_proxy:
-        playing = asyncio.create_task(play_forever(address))
+        playing = asyncio.create_task(play_forever(address, pay))
         try:
             yield Farm(
                 root,

@@ -3,7 +3,7 @@
 import asyncio
 import sys
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -155,8 +155,13 @@ async def serving_proxy(port: int = 0) -> AsyncIterator[StandInProxy]:
             await receiver.kill()
 
 
-async def play_forever(address: str) -> None:
-    """Play every episode that the buffer leases, until cancelled: even members act well and are paid."""
+def evenly(episode: sample_buffer_pb2.Episode) -> float:
+    """Even members are paid."""
+    return 1.0 if episode.member % 2 == 0 else 0.0
+
+
+async def play_forever(address: str, pay: Callable[[sample_buffer_pb2.Episode], float] = evenly) -> None:
+    """Play every episode that the buffer leases, until cancelled: members that are paid act well."""
     async with rpc.channel(address) as channel:
         buffer = sample_buffer_pb2_grpc.SampleBufferServiceStub(channel)
         while True:
@@ -165,15 +170,15 @@ async def play_forever(address: str) -> None:
             )
             leased = await rpc.call(buffer.LeaseEpisodes, ask, timeout=30)
             for lease in leased.leases:
-                await rpc.call(buffer.CompleteEpisode, _complete(lease), timeout=30)
+                await rpc.call(buffer.CompleteEpisode, _complete(lease, pay), timeout=30)
 
 
-def _complete(lease: sample_buffer_pb2.EpisodeLease) -> sample_buffer_pb2.CompleteEpisodeRequest:
+def _complete(
+    lease: sample_buffer_pb2.EpisodeLease, pay: Callable[[sample_buffer_pb2.Episode], float]
+) -> sample_buffer_pb2.CompleteEpisodeRequest:
     episode = lease.episode
-    paid = episode.member % 2 == 0
-    played = trajectory(
-        1.0 if paid else 0.0, action=7 if paid else 6, version=episode.policy_version, name=lease.lease_id
-    )
+    reward = pay(episode)
+    played = trajectory(reward, action=7 if reward > 0 else 6, version=episode.policy_version, name=lease.lease_id)
     for turn in played.turns:
         for span in turn.version_spans:
             span.policy_version = episode.policy_version

@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 from rollfarm.config import ConfigError
 from rollfarm.errors import TrainerReplaced, Unavailable
-from rollfarm.v1 import trainer_pb2
+from rollfarm.v1 import sample_buffer_pb2, trainer_pb2
 from tests.trainer.disks import FullDisk
 from tests.trainer.farms import farm
+from tests.trainer.stand_ins import evenly
 from trainer.saving import NotSaved
 
 
@@ -83,7 +85,7 @@ async def test_without_room_training_goes_on_and_nothing_is_lost(
         run.root.run.path.mkdir()
         full_disk.fill()
         first = run.trainer()
-        with pytest.raises(NotSaved, match="No space left on device. Free room there"):
+        with pytest.raises(NotSaved, match=r"No space left on device\. Free room there"):
             await first.controller.run()
         before = await run.status()
         assert (first.progress.step_count, before.next_batch_step, before.next_commit_step) == (6, 6, 0)
@@ -153,6 +155,25 @@ async def test_a_validation_that_a_crash_cut_short_is_done_by_the_next_trainer(
         await run.trainer().controller.run()
 
         assert [line["step_count"] for line in run.metrics("validation")] == [0, 2, 4, 6]
+
+
+async def test_a_run_goes_on_after_a_batch_whose_step_is_not_finite(
+    buffer_address: str, model_path: Path, tmp_path: Path
+) -> None:
+    def pay(episode: sample_buffer_pb2.Episode) -> float:
+        return 1e300 if (episode.task.index, episode.member) == (4, 0) else evenly(episode)
+
+    settings: dict[str, Any] = {"advantage": "dr_grpo", "validation_episodes": 0}
+    async with farm(buffer_address, model_path, tmp_path, pay=pay, **settings) as run:
+        with capture_logs() as logs:
+            await run.trainer().controller.run()
+
+        skipped = [line["metrics"]["skipped"] for line in run.metrics("step")]
+        assert sorted(skipped) == [0, 0, 0, 0, 0, 1]
+        named = [entry["group_ids"] for entry in logs if entry["event"].startswith("step skipped")]
+        assert [len(group_ids) for group_ids in named] == [2]
+        status = await run.status()
+        assert (status.next_commit_step, status.committed_trajectory_count) == (6, 48)
 
 
 async def test_a_trainer_that_another_one_replaces_ends_and_the_run_goes_on_without_it(

@@ -1,5 +1,9 @@
 """What tokens are worth, with real models asked: a critic, a reference and a teacher."""
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -7,9 +11,10 @@ import pytest
 import torch
 
 from rollfarm.config import ConfigError
+from rollfarm.ports import free_port
 from rollfarm.run import ModelConfig, RunConfig, TinyModelConfig
 from rollfarm.v1 import sample_buffer_pb2, trajectory_pb2
-from tests.trainer.conftest import WORDS, group
+from tests.trainer.conftest import ROOT, WORDS, group
 from trainer.config import TrainerConfig, TrainerRoot
 from trainer.create_model import ensure_model
 from trainer.judging import Judge, Judged
@@ -18,6 +23,7 @@ from trainer.objective import advantage_of
 from trainer.ranks import Role
 from trainer.rows import rows_of
 from trainer.samples import samples_of, was_truncated
+from trainer.vocabulary import check_vocabularies
 
 BATCH = sample_buffer_pb2.Batch(batch_id="b", step=0, policy_version=2, group_count=2)
 GROUPS = [group("a", [1, 0, 1, 0]), group("b", [0, 1, 0, 0])]
@@ -270,6 +276,42 @@ def test_the_policy_comes_nearer_to_its_teacher(model_path: Path, other_path: Pa
     assert gap(learner) < 0.9 * before
 
 
+# --- ranks ---
+
+
+@pytest.mark.slow
+def test_two_ranks_judge_and_learn_as_one(model_path: Path, other_path: Path, tmp_path: Path) -> None:
+    alone, together = (_learnt(model_path, other_path, world_size) for world_size in (1, 2))
+
+    assert alone[-1]["critic_loss"] > 0
+    assert alone[-1]["kl_charged"] > 0
+    assert "kl_teacher" in alone[-1]
+    for one, two in zip(alone, together, strict=True):
+        assert two == pytest.approx(one, abs=1e-4)
+
+
+def _learnt(model_path: Path, other_path: Path, world_size: int) -> list[dict[str, float]]:
+    command = [sys.executable, "-m", "tests.trainer.judging_rank", str(model_path), str(other_path)]
+    meeting = {"WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": 1}
+    processes = [
+        subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**os.environ, **{name: str(value) for name, value in {**meeting, "RANK": rank}.items()}},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world_size)
+    ]
+    try:
+        outputs = [process.communicate(timeout=100)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0] * world_size
+    return json.loads(outputs[0].splitlines()[-1])
+
+
 # --- what does not go together ---
 
 
@@ -303,3 +345,18 @@ def test_an_algorithm_and_its_models_have_to_agree(settings: dict[str, object], 
 def test_settings_that_contradict_each_other_are_refused(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TrainerConfig.model_validate(settings)
+
+
+def test_a_model_of_another_vocabulary_cannot_judge(model_path: Path, other_path: Path, tmp_path: Path) -> None:
+    foreign = tmp_path / "foreign"
+    create = TinyModelConfig(words=WORDS + " north", hidden_size=32, layers=1, context_tokens=64)
+    ensure_model(ModelConfig(path=str(foreign), create=create))
+    model = ModelConfig(path=str(model_path))
+
+    check_vocabularies(model, TrainerConfig.model_validate({"teacher": {"path": str(other_path)}}))
+
+    with pytest.raises(ConfigError, match=r"trainer\.teacher\.path: .* has another vocabulary than model.path"):
+        check_vocabularies(model, TrainerConfig.model_validate({"teacher": {"path": str(foreign)}}))
+    nowhere = TrainerConfig.model_validate({"kl": {"loss": 0.1, "reference": str(tmp_path)}})
+    with pytest.raises(ConfigError, match=r"trainer\.kl\.reference: the tokenizer of .* cannot be loaded"):
+        check_vocabularies(model, nowhere)

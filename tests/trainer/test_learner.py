@@ -2,8 +2,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 
+from rollfarm.config import ConfigError
 from rollfarm.run import ModelConfig, RunConfig, SamplingConfig
+from rollfarm.tokens import pack_ids, pack_logprobs
 from rollfarm.v1 import sample_buffer_pb2
 from tests.trainer.conftest import group
 from trainer.backends.scoring import load_model
@@ -92,3 +95,148 @@ def test_the_learning_rate_warms_up_and_follows_its_schedule(
     learner = make(model_path, steps=10, lr=1.0, lr_schedule=schedule, lr_warmup_steps=2)
 
     assert [learner.lr_share(step) for step in (0, 5, 9)] == pytest.approx(expected, abs=1e-3)
+
+
+# --- what cannot be learnt from ---
+
+
+def weights(learner: Learner) -> list[torch.Tensor]:
+    return [tensor.clone() for _, tensor in learner.leader.named_tensors()]
+
+
+def stand_still(before: list[torch.Tensor], learner: Learner) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(before, weights(learner), strict=True))
+
+
+def poisoned(name: str, logprob: float) -> sample_buffer_pb2.Group:
+    made = group(name, [1, 0])
+    made.trajectories[0].turns[1].logprobs = pack_logprobs([logprob])
+    return made
+
+
+@pytest.mark.parametrize("logprob", [float("nan"), float("-inf")])
+def test_a_group_with_a_log_probability_that_is_no_number_is_left_out_and_named(
+    model_path: Path, logprob: float
+) -> None:
+    learner, without = make(model_path), make(model_path)
+    sound = group("sound", [1, 0])
+
+    with capture_logs() as logs:
+        metrics = learner.learn(BATCH, [poisoned("poisoned", logprob), sound]).metrics
+    expected = without.learn(BATCH, [sound]).metrics
+
+    assert [entry["causes"] for entry in logs] == [{"poisoned": "a log-probability of trajectory t is not finite"}]
+    assert (metrics.pop("refused_groups"), expected.pop("refused_groups")) == (1, 0)
+    assert metrics == expected
+    assert stand_still(weights(without), learner)
+
+
+def empty(name: str) -> sample_buffer_pb2.Group:
+    return sample_buffer_pb2.Group(group_id=name)
+
+
+def silent(name: str) -> sample_buffer_pb2.Group:
+    """A group in which the policy wrote nothing."""
+    made = group(name, [1, 0])
+    for each in made.trajectories:
+        del each.turns[1:]
+    return made
+
+
+@pytest.mark.parametrize("bad", [empty("bad"), silent("bad"), poisoned("bad", float("nan"))])
+def test_a_batch_without_anything_to_learn_from_is_skipped_and_named_and_the_next_one_is_not(
+    model_path: Path, bad: sample_buffer_pb2.Group
+) -> None:
+    learner = make(model_path)
+    before = weights(learner)
+
+    with capture_logs() as logs:
+        skipped = learner.learn(BATCH, [bad]).metrics
+
+    assert (skipped["skipped"], skipped["tokens"]) == (1, 0)
+    assert [entry["group_ids"] for entry in logs if "group_ids" in entry] == [["bad"]]
+    assert stand_still(before, learner)
+    assert learner.learn(BATCH, [group("a", [1, 0])]).metrics["skipped"] == 0
+    assert not stand_still(before, learner)
+
+
+def test_an_empty_group_among_others_changes_nothing(model_path: Path) -> None:
+    learner, without = make(model_path), make(model_path)
+
+    metrics = learner.learn(BATCH, [empty("e"), group("a", [1, 0])]).metrics
+
+    assert metrics | {"refused_groups": 0.0} == without.learn(BATCH, [group("a", [1, 0])]).metrics
+
+
+def test_a_batch_that_shaping_drops_is_skipped(model_path: Path) -> None:
+    learner = make(model_path, shaping={"difficulty_high": 1.0})
+
+    with capture_logs() as logs:
+        metrics = learner.learn(BATCH, [group("a", [1, 1])]).metrics
+
+    assert (metrics["skipped"], metrics["dropped_rows_share"]) == (1, 1)
+    assert logs[-1]["event"] == "step skipped: trainer.shaping drops all of it"
+
+
+def test_after_others_a_batch_that_agrees_does_not_move_the_weights_by_momentum(model_path: Path) -> None:
+    learner = make(model_path)
+    learner.learn(BATCH, [group("a", [1, 0])])
+    before = weights(learner)
+
+    metrics = learner.learn(BATCH, [group("a", [1, 1])]).metrics
+
+    assert (metrics["zero_advantage_share"], metrics["lr"], metrics["grad_norm"]) == (1, 0, 0)
+    assert stand_still(before, learner)
+
+
+def test_a_step_that_is_not_finite_names_its_groups_and_the_next_one_learns(model_path: Path) -> None:
+    learner = make(model_path, advantage="dr_grpo")
+    before = weights(learner)
+
+    with capture_logs() as logs:
+        metrics = learner.learn(BATCH, [group("huge", [1e300, 0]), group("b", [1, 0])]).metrics
+
+    assert metrics["skipped"] == 1
+    assert [entry["group_ids"] for entry in logs if "group_ids" in entry] == [["huge", "b"]]
+    assert stand_still(before, learner)
+    assert learner.learn(BATCH, [group("b", [1, 0])]).metrics["skipped"] == 0
+
+
+@pytest.mark.parametrize("token", [18, -1])
+def test_a_token_of_another_vocabulary_is_an_error_that_names_both_sizes(model_path: Path, token: int) -> None:
+    learner, groups = make(model_path), [group("a", [1, 0])]
+    groups[0].trajectories[1].turns[2].token_ids = pack_ids([3, token])
+    before = weights(learner)
+
+    with pytest.raises(ConfigError, match=rf"group a has token {token}.* at least {max(3, token) + 1} .* trainer's 18"):
+        learner.learn(BATCH, groups)
+
+    assert stand_still(before, learner)
+
+
+def test_several_steps_for_a_batch_are_anchored_where_the_first_began(model_path: Path) -> None:
+    settings = {"loss_settings": {"anchor": "proximal"}, "correction": "truncated"}
+    learner = make(model_path, steps_per_batch=2, passes=2, **settings)
+
+    metrics = learner.learn(BATCH, [group("a", [1, 0, 1, 0]), group("b", [0, 1, 0, 1])]).metrics
+
+    assert metrics["tokens"] == 2 * 24
+    assert metrics["correction"] > 0
+    assert metrics["clipped"] > 0
+
+
+def test_how_far_off_policy_a_step_is_is_told_by_lag_and_by_quantiles(model_path: Path) -> None:
+    learner = make(model_path)
+    fresh, stale = group("fresh", [1, 0]), group("stale", [1, 0])
+    for each in fresh.trajectories:
+        for turn in each.turns:
+            for span in turn.version_spans:
+                span.policy_version = 2
+
+    metrics = learner.learn(BATCH, [fresh, stale]).metrics
+
+    assert metrics["kl_behavior_lag_0"] == pytest.approx(metrics["kl_behavior_lag_1"])
+    assert "kl_behavior_lag_2" not in metrics
+    assert metrics["ratio_p01"] <= metrics["ratio_p50"] <= metrics["ratio_p99"] <= metrics["ratio_max"] * 1.1
+    assert 0 < metrics["effective_sample_share"] <= 1
+    assert not [name for name in metrics if name.startswith(("log_ratio_bin", "kl_lag", "tokens_lag"))]

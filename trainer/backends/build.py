@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from rollfarm.config import ConfigError
 from rollfarm.run import ModelConfig
@@ -45,14 +45,6 @@ def build_models(model: ModelConfig, config: TrainerConfig) -> Models:
     if config.teacher is not None:
         scorers[Role.TEACHER] = _frozen(replace(settings, path=config.teacher.path), config)
     return Models(learners, scorers)
-
-
-def vocabulary_of(path: str) -> int:
-    """How many tokens the model of a folder or of the hub knows. Raises ConfigError."""
-    try:
-        return AutoConfig.from_pretrained(path).get_text_config().vocab_size
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path: {path!r} cannot be loaded: {error}") from None
 
 
 def _policy(settings: Settings, config: TrainerConfig) -> Backend:
