@@ -75,7 +75,7 @@ class Receiver:
         """The version in use, where it is kept."""
 
         self._memory = in_ram(0)
-        """What a version in another process's memory was copied to last, for the next one."""
+        """What a version in files or in another process's memory was copied to last, for the next one."""
 
         self._meeting = ""
         self._group: Group | None = None
@@ -146,10 +146,7 @@ class Receiver:
     async def _copy(self, request: engine_pb2.StageWeightsRequest) -> Staged:
         check(request.tensors, self._expected)
         layout = Layout(buckets.plan(request.tensors, request.bucket_size_bytes))
-        if self._memory.numel() < layout.size_bytes:
-            self._memory = self._new(layout.size_bytes)
-        # Taken while it is filled: a version that comes before this one has ended finds other memory.
-        memory, self._memory = self._memory, in_ram(0)
+        memory = self._taken(layout.size_bytes)
         buffers = layout.buffers(memory)
         table = table_for(buffers)
         await in_thread(lambda: check_sums(copy_shared(request.shared, [*buffers, table]), table))
@@ -164,9 +161,12 @@ class Receiver:
         specs = version.specs()
         check(specs, self._expected, whole=base is None)
         layout = Layout(buckets.plan(specs, _ONE_EACH))
-        memory = self._new(layout.size_bytes) if base is None else in_ram(layout.size_bytes)
+        memory = self._taken(layout.size_bytes) if base is None else in_ram(layout.size_bytes)
         tensors = layout.tensors(memory)
         await in_thread(lambda: version.copy_to(tensors))
+        self._check_newest(request)
+        if base is None and self._loads_parts:
+            self._memory = memory
         return Staged(request.policy_version, tensors, memory, base, from_files=True)
 
     def _base_of(self, weights: engine_pb2.StoredWeights) -> int | None:
@@ -184,6 +184,13 @@ class Receiver:
                 f"The delta changes version {base}; this engine {problem}.", base_policy_version=base
             )
         return base
+
+    def _taken(self, size_bytes: int) -> Tensor:
+        """Memory for a whole version, which is nobody else's while it is filled: a version that comes before this one
+        has ended finds other memory."""
+        memory = self._memory if self._memory.numel() >= size_bytes else self._new(size_bytes)
+        self._memory = in_ram(0)
+        return memory
 
     def _new(self, size_bytes: int) -> Tensor:
         """Memory for a whole version. What is kept or was used before goes: an engine elsewhere is told of the newest

@@ -9,11 +9,14 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from rollfarm import buckets, checksums
+from rollfarm.stored import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from rollfarm.v1 import engine_pb2
 from trainer.weights.memory import Arena, RamArena
 
@@ -29,6 +32,11 @@ class Adapter:
 
     tensors: Mapping[str, Tensor]
     """adapter_model.safetensors, in host memory."""
+
+
+def read_adapter(folder: Path) -> Adapter:
+    """The adapter that peft, or whoever writes as it does, left in a folder."""
+    return Adapter((folder / ADAPTER_CONFIG).read_bytes(), load_file(folder / ADAPTER_WEIGHTS))
 
 
 class Snapshot:
