@@ -1,6 +1,9 @@
 """What the trainer says of its algorithms without torch is what they are."""
 
 import importlib
+import re
+from pathlib import Path
+from typing import get_args
 
 import pytest
 from pydantic import ValidationError
@@ -8,6 +11,9 @@ from pydantic import ValidationError
 from rollfarm.config import ConfigError
 from rollfarm.registry import outline, settings_model
 from rollfarm.run import ModelConfig
+from trainer.algorithm_config import BY_CRITIC, BY_TEACHER, Estimator
+from trainer.algorithms.advantages import ADVANTAGES
+from trainer.algorithms.divergence import ESTIMATORS
 from trainer.config import REGISTRIES, TrainerConfig, TrainerRoot
 
 
@@ -17,6 +23,19 @@ def test_the_outline_of_a_registry_is_the_registry(kind: str) -> None:
     registry = getattr(importlib.import_module(module), name)
 
     assert outline(module, name) == {key: list(settings_model(value).model_fields) for key, value in registry.items()}
+
+
+@pytest.mark.parametrize("kind", REGISTRIES)
+def test_the_documents_have_a_row_for_every_algorithm(kind: str) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "configure.md").read_text()
+    section = text.split(f"### `{kind}`", 1)[1].split("### ", 1)[0]
+
+    assert re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE) == list(outline(*REGISTRIES[kind]))
+
+
+def test_names_that_the_configuration_knows_by_itself_are_those_of_the_algorithms() -> None:
+    assert list(get_args(Estimator)) == list(ESTIMATORS)
+    assert {*BY_CRITIC, *BY_TEACHER} <= ADVANTAGES.keys()
 
 
 def test_a_function_of_ones_own_is_left_to_the_trainer() -> None:
