@@ -64,14 +64,16 @@ def test_a_word_that_cannot_be_has_no_part_in_the_entropy_nor_in_its_gradient() 
     assert all(torch.isfinite(each).all() for each in gradients((logp_P + entropy_P).sum(), head, hidden_PH))
 
 
-def test_half_precision_loses_no_more_than_the_head_does() -> None:
+def test_under_autocast_nothing_is_lost_but_what_the_head_loses() -> None:
     head, hidden_PH, ids_P = example(bias=False)
-    expected_P, _ = plain(head.bfloat16(), hidden_PH.bfloat16(), ids_P, 1.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits_PV = head(hidden_PH)
+        found = token_logprobs(head, hidden_PH, ids_P, temperature=1.0, vocabulary=VOCABULARY)
 
-    logp_P, _ = token_logprobs(head, hidden_PH.bfloat16(), ids_P, temperature=1.0, vocabulary=VOCABULARY)
-
-    assert logp_P.dtype == torch.float32
-    assert torch.allclose(logp_P, expected_P.float(), atol=0.05)
+    assert logits_PV.dtype == torch.bfloat16
+    expected = plain(nn.Identity(), logits_PV.double(), ids_P, 1.0)
+    for value_P, expected_P in zip(found, expected, strict=True):
+        assert torch.allclose(value_P.double(), expected_P, atol=1e-6)
 
 
 @pytest.mark.parametrize("chunk", [1, 10_000])

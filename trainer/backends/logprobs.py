@@ -2,7 +2,7 @@
 
 Logits are made a chunk of positions at a time, and made again in the backward pass when there is more than one chunk.
 The head is called as a module, so it may be sharded, gathered by hooks, or wrapped by an adapter. Of a chunk one tensor
-of the logits' size is kept for its backward pass, in float32: the probabilities.
+of the logits' size is kept for its backward pass, in float32.
 
 Legend: P tokens that are asked for, H hidden width, V vocabulary.
 """
@@ -16,6 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 CHUNK_ELEMENTS = 16 * 1024 * 1024
 """Most logits that exist at once: 64 MiB in float32, and a few times that while they are worked on."""
+
+_LEAST = -1e30
+"""Taken for the logarithm of 0."""
 
 
 def token_logprobs(
@@ -45,18 +48,19 @@ def _of_chunk(head: nn.Module, hidden_PH: Tensor, ids_P: Tensor, temperature: fl
 class _Picked(torch.autograd.Function):
     """Logits to log-probabilities of tokens, and entropies.
 
-    With p = softmax(z / t), l = log p[id] and H = -sum p log p:
-    dl/dz = (onehot(id) - p) / t, and dH/dz = -p (log p + H) / t.
+    With lp = log softmax(z / t), p = exp(lp), l = lp[id] and H = -sum p lp:
+    dl/dz = (onehot(id) - p) / t, and dH/dz = -p (lp + H) / t.
     """
 
     @staticmethod
     def forward(ctx: Any, logits_PV: Tensor, ids_P: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-        scaled_PV = logits_PV.float() / temperature
-        normalizer_P = torch.logsumexp(scaled_PV, dim=-1)
-        logp_P = scaled_PV.gather(-1, ids_P[:, None]).squeeze(-1) - normalizer_P
-        p_PV = scaled_PV.sub_(normalizer_P[:, None]).exp_()
-        entropy_P = torch.special.entr(p_PV).sum(-1)
-        ctx.save_for_backward(p_PV, ids_P, entropy_P)
+        lp_PV = torch.log_softmax(logits_PV.float() / temperature, dim=-1)
+        logp_P = lp_PV.gather(-1, ids_P[:, None]).squeeze(-1)
+        # A word that cannot be has p = 0, and p lp shall be 0 rather than not a number.
+        lp_PV.clamp_(min=_LEAST)
+        with torch.autocast(logits_PV.device.type, enabled=False):
+            entropy_P = -torch.einsum("pv,pv->p", lp_PV.exp(), lp_PV)
+        ctx.save_for_backward(lp_PV, ids_P, entropy_P)
         ctx.set_materialize_grads(False)
         ctx.temperature, ctx.dtype = temperature, logits_PV.dtype
         return logp_P, entropy_P
@@ -64,17 +68,17 @@ class _Picked(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, *grads: Tensor | None
+        ctx: Any, by_logp_P: Tensor | None, by_entropy_P: Tensor | None
     ) -> tuple[Tensor | None, None, None]:
-        p_PV, ids_P, entropy_P = ctx.saved_tensors
-        by_logp_P, by_entropy_P = grads
-        grad_PV: Tensor | None = None
-        if by_entropy_P is not None:
-            grad_PV = torch.special.entr(p_PV).addcmul_(p_PV, entropy_P[:, None], value=-1).mul_(by_entropy_P[:, None])
-        if by_logp_P is not None:
-            by_p_PV = p_PV * -by_logp_P[:, None]
-            by_p_PV.scatter_add_(-1, ids_P[:, None], by_logp_P[:, None])
-            grad_PV = by_p_PV if grad_PV is None else grad_PV.add_(by_p_PV)
-        if grad_PV is None:
+        lp_PV, ids_P, entropy_P = ctx.saved_tensors
+        if by_logp_P is None and by_entropy_P is None:
             return None, None, None
+        by_logp_P = torch.zeros_like(entropy_P) if by_logp_P is None else by_logp_P
+        grad_PV = lp_PV.exp()
+        if by_entropy_P is None:
+            grad_PV.mul_(-by_logp_P[:, None])
+        else:
+            weight_PV = (lp_PV + entropy_P[:, None]).mul_(by_entropy_P[:, None]).add_(by_logp_P[:, None])
+            grad_PV.mul_(weight_PV.neg_())
+        grad_PV.scatter_add_(-1, ids_P[:, None], by_logp_P[:, None])
         return grad_PV.div_(ctx.temperature).to(ctx.dtype), None, None
