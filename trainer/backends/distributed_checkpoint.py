@@ -70,14 +70,18 @@ class DistributedCheckpoint:
 
     def load(self, folder: Path, tensors: Mapping[str, Tensor], *, model: str, shapes: Shapes | None = None) -> None:
         """Fill the tensors in place. `model` names what they belong to; `shapes` as in `save`. Raises ConfigError where
-        the folder holds another model or optimiser, or was never completed."""
+        the folder holds another model or optimiser, was never completed, or is damaged."""
         ours = {name: _at_least_1d(tensor.detach()) for name, tensor in tensors.items()}
         _check_same(folder, shapes or {name: list(tensor.shape) for name, tensor in ours.items()}, model)
         reader = HuggingFaceStorageReader(str(folder))
         try:
             load(dict(ours), storage_reader=reader, process_group=self._group, no_dist=self._group is None)
         except CheckpointException as failed:
-            raise _cause(failed) from None
+            if isinstance(cause := _cause(failed), OSError):
+                raise cause from None
+            raise ConfigError(
+                f"{folder}: the checkpoint is damaged. Remove it, to go on from the one before, or restore it. {cause}"
+            ) from None
 
     def _to_host(self, tensor: Tensor) -> Tensor:
         if not isinstance(tensor, DTensor):
@@ -140,4 +144,4 @@ def _cause(failed: CheckpointException) -> Exception:
     """What went wrong, as whoever called expects it: torch's own is not even an Exception."""
     errors = [error for error, _ in failed.failures.values()]
     found = next((error for error in errors if isinstance(error, OSError)), errors[0])
-    return found if isinstance(found, OSError) else RuntimeError(str(failed))
+    return found if isinstance(found, OSError) else RuntimeError(f"{type(found).__name__}: {found}")

@@ -78,7 +78,7 @@ class Optimizer:
             for name, state in self._states():
                 for moment, tensor in state.items():
                     if (filled := tensors[_key(moment, name)]) is not tensor:
-                        _local(tensor).copy_(_local(filled))
+                        _quantize(_local(tensor), _local(filled))
 
     def move(self, device: torch.device) -> None:
         """Move the state there."""
@@ -186,13 +186,26 @@ def _key(moment: str, name: str) -> str:
 def _plain(tensor: Tensor) -> Tensor:
     """The tensor itself, or a copy in float32 of one that is kept in fewer bits."""
     local = _local(tensor)
-    if type(local) is Tensor or not hasattr(local, "codes"):
+    if not hasattr(local, "codes"):
         return tensor
     numbers = local.dequantize()
     if not isinstance(tensor, DTensor):
         return numbers
     mesh, placements = tensor.device_mesh, tensor.placements
     return DTensor.from_local(numbers, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
+
+
+def _quantize(state: Any, numbers: Tensor) -> None:
+    """Fill torchao's state so that numbers that came from one come back the same. Its own copy_ does not: it scales
+    each block by its greatest magnitude, and the least value that a code stands for is not quite -1."""
+    blocks, values = numbers.reshape(-1, state.block_size), state.qmap
+    scale = blocks.amax(dim=1) / values[-1]
+    if values[0] < 0:
+        scale = torch.maximum(scale, blocks.amin(dim=1) / values[0])
+    middles = (values[1:] + values[:-1]) / 2
+    codes = torch.bucketize(blocks / scale.clamp_min(1e-30)[:, None], middles)
+    state.codes.copy_(codes.view_as(state.codes))
+    state.scale.copy_(scale)
 
 
 def _local(tensor: Tensor) -> Tensor:
