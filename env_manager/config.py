@@ -183,6 +183,8 @@ class EnvManagerRoot(Root):
             settings = check_settings(kind, domain.settings, owner=domain.environment)
             if issubclass(kind, Adapter) and not kind.is_installed() and not self._is_open:
                 raise ConfigError(str(package_missing(kind)))
+            if issubclass(kind, Adapter) and not self._is_open:
+                kind.check(settings)
         except ConfigError as error:
             raise ConfigError(f"{owner}: {error}") from None
         if issubclass(kind, Instant) and self.model.create is not None and self.model.is_created:

@@ -9,6 +9,7 @@ from typing import Any
 from rollfarm.registry import resolve
 
 ADAPTERS: dict[str, str] = {
+    "dataset": "env_manager.adapters.dataset:Dataset",
     "gem": "env_manager.adapters.gem:Gem",
     "gymnasium": "env_manager.adapters.gymnasium:Gymnasium",
     "mcp": "env_manager.adapters.mcp:Mcp",

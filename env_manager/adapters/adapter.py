@@ -3,7 +3,7 @@
 import importlib
 import importlib.util
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from rollfarm.config import ConfigError
@@ -35,6 +35,10 @@ class Adapter(Environment):
     def is_installed(cls) -> bool:
         """Whether the package can be imported here."""
         return importlib.util.find_spec(cls.package) is not None
+
+    @classmethod
+    def check(cls, settings: Mapping[str, Any]) -> None:
+        """Raise ConfigError where settings that are well-formed can never be played, as far as this machine knows."""
 
 
 def package_missing(kind: type[Adapter], why: str = "") -> PackageMissing:

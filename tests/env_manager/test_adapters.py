@@ -22,6 +22,7 @@ from tests.env_manager.fakes import worlds_of
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "gem": {"id": "game:GuessTheNumber-v0-easy"},
+    "dataset": {"source": "somebody/something"},
     "gymnasium": {"id": "FrozenLake-v1"},
     "mcp": {"url": "http://127.0.0.1:1/mcp", "task": "operator:add"},
     "openenv": {"url": "http://127.0.0.1:1"},
