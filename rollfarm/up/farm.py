@@ -105,8 +105,15 @@ class Addresses:
         }
 
 
-def plan(farm: FarmRoot, *, sockets: Path, environ: Mapping[str, str], python: str = sys.executable) -> Plan:
-    """The processes of `farm`, whose config file is RUN/config.toml.
+def plan(
+    farm: FarmRoot,
+    *,
+    sockets: Path,
+    environ: Mapping[str, str],
+    python: str = sys.executable,
+    trainer: str = "trainer",
+) -> Plan:
+    """The processes of `farm`, whose config file is RUN/config.toml. `trainer` is the module in the trainer's place.
 
     `sockets` is a short folder for unix sockets, whose paths may not exceed 107 bytes. Raises ConfigError.
     """
@@ -137,7 +144,11 @@ def plan(farm: FarmRoot, *, sockets: Path, environ: Mapping[str, str], python: s
         for number in range(up.env_managers)
     ]
     # A service that ends by itself counts as crashed; `rollfarm up` sees that the run is over and drains them all.
-    specs += builder.trainer(up.trainer_ranks, {**neighbours, "exit_when_finished": "false"})
+    stays = {**neighbours, "exit_when_finished": "false"}
+    if trainer != "trainer":
+        specs.append(builder.service("trainer", module=trainer, flags=stays))
+    else:
+        specs += builder.trainer(up.trainer_ranks, stays)
     return Plan(tuple(specs), addresses)
 
 

@@ -27,15 +27,15 @@ EXIT_INTERRUPTED = 130
 REFRESH_PER_SECOND = 4
 
 
-def up(farm: FarmRoot) -> int:
+def up(farm: FarmRoot, kind: "type[Session] | None" = None, *, trainer: str = "trainer") -> int:
     """Run the farm and return the command's exit status. Raises ConfigError, PortsInUse and RunInUse before anything
-    has started."""
+    has started. `kind` of session concludes it, and `trainer` is the module in the trainer's place."""
     with socket_folder() as (sockets, sockets_claim):
-        planned = plan(farm, sockets=sockets, environ=os.environ)
+        planned = plan(farm, sockets=sockets, environ=os.environ, trainer=trainer)
         folder.refuse_taken(planned.ports(), farm.up.base_port)
         with folder.opened(farm) as (resumed, run_claim):
             claims = (sockets_claim, run_claim)
-            return asyncio.run(Session(farm, planned, resumed=resumed, claims=claims).run())
+            return asyncio.run((kind or Session)(farm, planned, resumed=resumed, claims=claims).run())
 
 
 class Session:
@@ -43,7 +43,7 @@ class Session:
 
     def __init__(self, farm: FarmRoot, planned: Plan, *, resumed: bool, claims: Sequence[int] = ()) -> None:
         """`claims` are descriptors that every process inherits."""
-        self._farm = farm
+        self.farm = farm
         self._resumed = resumed
         self._began = time.monotonic()
         self._live = farm.up.console == "live" or (farm.up.console == "auto" and sys.stderr.isatty())
@@ -61,19 +61,19 @@ class Session:
         except (ProcessFailed, EpisodesFail) as failed:
             self._explain(failed)
             if self.picture.begun:
-                self._conclude(Ending.FAILED)
+                self.conclude(Ending.FAILED)
             return failed.status
-        result = self._conclude(ending)
+        result = self.conclude(ending)
         if ending is Ending.INTERRUPTED:
             return EXIT_INTERRUPTED
-        return EXIT_MISSED if result.missed(self._farm.up.min_gain) else 0
+        return EXIT_MISSED if result.missed(self.farm.up.min_gain) else 0
 
     async def _until_end(self) -> Ending:
         interrupted = asyncio.Event()
         running = asyncio.create_task(self._supervisor.run(self._finish))
         stopping = asyncio.create_task(interrupted.wait())
         with _signals(lambda: self._supervisor.hurry() if interrupted.is_set() else interrupted.set()):
-            limit = self._farm.up.time_limit_seconds or None
+            limit = self.farm.up.time_limit_seconds or None
             await asyncio.wait({running, stopping}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
             stopping.cancel()
             if running.done():
@@ -97,7 +97,7 @@ class Session:
     async def _beside(self) -> AsyncIterator[None]:
         """Ask the services and show the answers meanwhile."""
         tasks = [asyncio.create_task(self._watcher.watch())]
-        if self._farm.up.console == "off":
+        if self.farm.up.console == "off":
             shown = contextlib.nullcontext()
         elif self._live:
             console = make_console(stderr=True)
@@ -115,7 +115,7 @@ class Session:
 
     async def _show_plainly(self) -> None:
         while not self._supervisor.draining:
-            await asyncio.sleep(self._farm.up.plain_seconds)
+            await asyncio.sleep(self.farm.up.plain_seconds)
             line = plain_line(self.picture, self._supervisor.children)
             print(line, file=sys.stderr, flush=True)
 
@@ -131,27 +131,30 @@ class Session:
             print(f"The last lines of {failed.log}:", file=sys.stderr)
             print("  " + failed.tail.replace("\n", "\n  "), file=sys.stderr)
 
-    def _conclude(self, ending: Ending) -> Summary:
+    def conclude(self, ending: Ending) -> Summary:
         """Write what remains, and say what came of it."""
-        run = self._farm.run.path
-        began = self.picture.first_steps_at or self._began
-        result = summary.summarise(
-            self.picture,
-            ending,
-            metric=self._farm.up.metric,
-            wall_s=time.monotonic() - self._began,
-            learning_s=time.monotonic() - began,
-            restarts=self._supervisor.restarts,
-            resumed=self._resumed,
-            run=run,
-        )
+        result, run = self.summary(ending), self.farm.run.path
         summary.write(result, run)
         report.write(result, run)
         self._print(result)
         return result
 
+    def summary(self, ending: Ending) -> Summary:
+        """What came of it."""
+        began = self.picture.first_steps_at or self._began
+        return summary.summarise(
+            self.picture,
+            ending,
+            metric=self.farm.up.metric,
+            wall_s=time.monotonic() - self._began,
+            learning_s=time.monotonic() - began,
+            restarts=self._supervisor.restarts,
+            resumed=self._resumed,
+            run=self.farm.run.path,
+        )
+
     def _print(self, result: Summary) -> None:
-        min_gain = self._farm.up.min_gain
+        min_gain = self.farm.up.min_gain
         table = Table.grid(padding=(0, 2))
         table.add_column(style="dim", no_wrap=True)
         table.add_column()
@@ -161,7 +164,7 @@ class Session:
         console.print()
         console.print(table)
         if not result.finished:
-            resume = folder.resume_command(self._farm.run.path)
+            resume = folder.resume_command(self.farm.run.path)
             console.print(Text.assemble("\nNot finished. Go on with: ", (resume, "bold")), soft_wrap=True)
         elif missed := result.missed(min_gain):
             console.print(Text(f"\n{missed}", style="bold red"))

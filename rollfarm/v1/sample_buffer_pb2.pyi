@@ -150,6 +150,7 @@ class RunSpec(_message.Message):
     VALIDATION_SAMPLING_FIELD_NUMBER: _builtins.int
     LEASE_DURATION_FIELD_NUMBER: _builtins.int
     MAX_ATTEMPTS_FIELD_NUMBER: _builtins.int
+    HELD_OUT_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Chosen by the user; names the run everywhere."""
     seed: _builtins.int
@@ -168,6 +169,8 @@ class RunSpec(_message.Message):
     """Steps after which the run is over and nothing more is leased; 0 is without end."""
     max_attempts: _builtins.int
     """Attempts at one member before its group is dropped with the cause."""
+    held_out: _builtins.bool
+    """Whether groups are of the tasks that validation shows and training never does: for runs that evaluate a policy."""
     @_builtins.property
     def domains(self) -> _containers.RepeatedCompositeFieldContainer[Global___Domain]:
         """At least one."""
@@ -205,10 +208,11 @@ class RunSpec(_message.Message):
         validation_sampling: _trajectory_pb2.Sampling | None = ...,
         lease_duration: _duration_pb2.Duration | None = ...,
         max_attempts: _builtins.int = ...,
+        held_out: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lease_duration", b"lease_duration", "sampling", b"sampling", "validation_sampling", b"validation_sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["alpha", b"alpha", "batch_groups", b"batch_groups", "domains", b"domains", "filters", b"filters", "group_size", b"group_size", "lease_duration", b"lease_duration", "max_attempts", b"max_attempts", "redundant_groups", b"redundant_groups", "redundant_members", b"redundant_members", "run_id", b"run_id", "sampling", b"sampling", "seed", b"seed", "step_count", b"step_count", "validation_sampling", b"validation_sampling"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alpha", b"alpha", "batch_groups", b"batch_groups", "domains", b"domains", "filters", b"filters", "group_size", b"group_size", "held_out", b"held_out", "lease_duration", b"lease_duration", "max_attempts", b"max_attempts", "redundant_groups", b"redundant_groups", "redundant_members", b"redundant_members", "run_id", b"run_id", "sampling", b"sampling", "seed", b"seed", "step_count", b"step_count", "validation_sampling", b"validation_sampling"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

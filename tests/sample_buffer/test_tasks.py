@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 
+from rollfarm.v1 import sample_buffer_pb2
 from sample_buffer import tasks, views
 from tests.sample_buffer.support import fill, lease, make_groups, make_runs, make_spec, publish
 
@@ -71,3 +72,13 @@ def test_training_and_validation_seeds_never_meet() -> None:
 
     assert (training, validation) == ({0}, {1})
     assert all(0 <= tasks.seed_of(1, "d", index, validation=True) < 2**63 for index in range(100))
+
+
+def test_a_run_that_evaluates_plays_the_tasks_that_validation_shows():
+    spec = sample_buffer_pb2.RunSpec(seed=3, domains=[sample_buffer_pb2.Domain(name="a", environment="e")])
+    held_out = sample_buffer_pb2.RunSpec(held_out=True)
+    held_out.MergeFrom(spec)
+
+    assert tasks.task(held_out, 0, 5) == tasks.task(spec, 0, 5, validation=True)
+    assert tasks.task(held_out, 0, 5).seed % 2 == 1
+    assert tasks.task(spec, 0, 5).seed % 2 == 0
