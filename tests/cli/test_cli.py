@@ -85,7 +85,7 @@ def test_an_unknown_command_is_refused() -> None:
     refused = rollfarm("upp")
 
     assert refused.returncode == 2
-    assert "up, resume, status" in refused.stderr.replace("'", "")
+    assert "up, resume, evaluate, status" in refused.stderr.replace("'", "")
 
 
 def test_an_unknown_key_ends_up_with_status_2_and_the_nearest_name(farm_file: Path) -> None:
@@ -250,3 +250,12 @@ def test_a_healthy_machine_passes_and_says_what_it_computes_with(farm_file: Path
     assert shown.returncode == 0, shown.stdout
     assert re.search(r"ok   torch +\d\S+, transformers \d\S+, device (cpu|cuda .+)\n", shown.stdout)
     assert "This machine can run the farm." in shown.stdout
+
+
+def test_an_evaluation_explains_itself_and_refuses_what_cannot_be_estimated(farm_file: Path) -> None:
+    assert "trainer.evaluation.samples" in rollfarm("evaluate", "--help").stdout
+
+    refused = rollfarm("evaluate", farm_file, "--trainer.evaluation.k", "[64]")
+
+    assert refused.returncode == 2
+    assert "pass@64 cannot be estimated from 8 samples" in refused.stderr
