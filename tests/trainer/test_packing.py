@@ -1,5 +1,6 @@
 """Rows end to end, against each row alone through the plain Hugging Face model."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -190,13 +191,25 @@ def test_a_model_that_takes_packed_rows_still_is_a_plain_one(name: str) -> None:
 def test_a_model_that_cannot_take_packed_rows_has_them_padded(
     config: Callable[[], PreTrainedConfig], reason: str
 ) -> None:
-    import re
-
     model = model_of(config())
 
     assert re.search(reason, why_not(model) or "")
     assert not pack(model)
     assert not is_packed(model)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", ["qwen3", "mistral with a sliding window", "gemma"])
+def test_variable_length_attention_on_a_gpu_is_that_of_each_row_alone(name: str) -> None:
+    model, rows = model_of(CONFIGS[name]()), some_rows()
+    with torch.no_grad():
+        expected_P, _ = TokenLogprobs(model)(batch_of(rows), 1.0)
+
+        pack(model.to("cuda"))
+        with torch.autocast("cuda", torch.bfloat16):
+            found_P, _ = TokenLogprobs(model)(micro_batch(rows, range(len(rows)), torch.device("cuda")), 1.0)
+
+    assert (found_P.cpu() - expected_P).abs().mean() < 0.05
 
 
 def test_a_model_that_does_not_hand_on_where_rows_end_says_so() -> None:
