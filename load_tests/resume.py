@@ -22,7 +22,8 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
@@ -46,9 +47,72 @@ REPLAY_SECONDS = 1800.0
 def main(argv: list[str]) -> int:
     options = _parser().parse_args(argv)
     folder = Path(tempfile.mkdtemp(prefix="rf-resume-", dir=options.folder))
-    began, evidence, recording = time.monotonic(), Evidence(), Recording()
-    inquiry = Inquiry(evidence)
-    flags = _flags(options)
+    began, outcome = time.monotonic(), Outcome()
+    _kill_and_compare(options, folder, outcome)
+    result = {
+        "benchmark": "resume",
+        **outcome.figures(),
+        "ranks": options.ranks,
+        "backend": options.backend,
+        "seed": options.seed,
+        "wall_s": round(time.monotonic() - began, 1),
+    }
+    print("\n".join(f"{name:<24}{value}" for name, value in result.items()), file=sys.stderr)
+    for finding in outcome.findings:
+        print(f"{finding.kind.upper()} {finding.count}: {finding.what}", file=sys.stderr)
+    print(json.dumps(result))
+    if outcome.is_sound(options.kills):
+        shutil.rmtree(folder)
+        return 0
+    _say(f"FAILED. {outcome.failure}\nThe runs are kept in {folder}")
+    return 1
+
+
+@dataclass
+class Outcome:
+    """What came of it, as far as it went."""
+
+    evidence: Evidence = field(default_factory=Evidence)
+    kills: list[Kill] = field(default_factory=list[Kill])
+    findings: list[Finding] = field(default_factory=list[Finding])
+    crashes: int = 0
+    difference: float | None = None
+    """Between the weights of the two runs; None when it did not come to that."""
+    change: float | None = None
+    """Of the weights in the run."""
+    failure: str = ""
+
+    def is_sound(self, kills: int) -> bool:
+        """Whether every kill was survived and made no difference."""
+        if self.failure or self.findings or self.crashes or len(self.kills) != kills:
+            return False
+        if self.difference is None or self.change is None:
+            return False
+        return self.difference <= MOST_DIFFERENCE and self.change >= LEAST_CHANGE
+
+    def figures(self) -> dict[str, object]:
+        """For the line of JSON."""
+        counted = totals(self.findings)
+        seconds = [kill.seconds for kill in self.kills]
+        return {
+            "kills": len(self.kills),
+            "max_weight_difference": self.difference,
+            "weight_change": self.change,
+            "lost": counted["lost"],
+            "trained_twice": counted["duplicated"],
+            "stale": counted["stale"],
+            "credits_leaked": counted["credits_leaked"],
+            "crashes": self.crashes,
+            "recovery_p50_s": round(median(seconds), 2) if seconds else None,
+            "recovery_max_s": round(max(seconds), 2) if seconds else None,
+            "steps": self.evidence.committed(),
+            "redelivered_batches": sum(delivery.redelivered for delivery in self.evidence.deliveries),
+            "failure": self.failure.partition("\n")[0],
+        }
+
+
+def _kill_and_compare(options: argparse.Namespace, folder: Path, outcome: Outcome) -> None:
+    inquiry, recording, flags = Inquiry(outcome.evidence), Recording(), _flags(options)
     campaign = Campaign(
         folder,
         ["trainer"],
@@ -58,52 +122,16 @@ def main(argv: list[str]) -> int:
         flags={**flags, "up.trainer_ranks": str(options.ranks)},
         keep=recording.keep,
     )
-    kills, failure = asyncio.run(campaign.run(evidence, inquiry))
-    crashes = restarts(folder) - len(kills)
-    findings: list[Finding] = []
-    difference = change = None
-    if not failure:
-        findings = _audit(folder, evidence, inquiry)
-        _say(f"training on the {len(recording.batches)} batches again, without a kill")
-        try:
-            difference, change = _compare(folder, recording, flags, options.ranks)
-        except ReplayFailed as failed:
-            failure = f"{failed}\n{last_words(folder / 'straight')}"
-    result = {
-        "benchmark": "resume",
-        "kills": len(kills),
-        "max_weight_difference": difference,
-        "weight_change": change,
-        **_counts(findings),
-        "crashes": crashes,
-        **_recovery(kills),
-        "steps": evidence.committed(),
-        "redelivered_batches": sum(delivery.redelivered for delivery in evidence.deliveries),
-        "ranks": options.ranks,
-        "backend": options.backend,
-        "failure": failure.partition("\n")[0],
-        "seed": options.seed,
-        "wall_s": round(time.monotonic() - began, 1),
-    }
-    sound = (
-        not failure
-        and not findings
-        and crashes == 0
-        and len(kills) == options.kills
-        and difference is not None
-        and difference <= MOST_DIFFERENCE
-        and change is not None
-        and change >= LEAST_CHANGE
-    )
-    print("\n".join(f"{name:<24}{value}" for name, value in result.items()), file=sys.stderr)
-    for finding in findings:
-        print(f"{finding.kind.upper()} {finding.count}: {finding.what}", file=sys.stderr)
-    print(json.dumps(result))
-    if sound:
-        shutil.rmtree(folder)
-        return 0
-    _say(f"FAILED. {failure}\nThe runs are kept in {folder}")
-    return 1
+    outcome.kills, outcome.failure = asyncio.run(campaign.run(outcome.evidence, inquiry))
+    outcome.crashes = restarts(folder) - len(outcome.kills)
+    if outcome.failure:
+        return
+    outcome.findings = _audit(folder, outcome.evidence, inquiry)
+    _say(f"training on the {len(recording.batches)} batches again, without a kill")
+    try:
+        outcome.difference, outcome.change = _compare(folder, recording, flags, options.ranks)
+    except ReplayFailed as failed:
+        outcome.failure = f"{failed}\n{last_words(folder / 'straight')}"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -130,8 +158,8 @@ def _flags(options: argparse.Namespace) -> dict[str, str]:
         "run.filters": "[]",
         "trainer.backend": options.backend,
         "trainer.checkpoint_every": str(CHECKPOINT_EVERY),
-        "trainer.lr": "3e-4",
-        "trainer.lr_warmup_steps": "100",
+        "trainer.lr": "1e-3",
+        "trainer.lr_warmup_steps": "30",
     }
 
 
@@ -153,25 +181,6 @@ def _compare(folder: Path, recording: Recording, flags: Mapping[str, str], ranks
     replay(recording, straight, {**flags, "model.path": str(model)}, ranks=ranks, seconds=REPLAY_SECONDS)
     killed, unharmed = weights_of(folder / RUN), weights_of(straight / "straight")
     return differences(killed, unharmed), differences(killed, model / "model.safetensors")
-
-
-def _counts(findings: Sequence[Finding]) -> dict[str, int]:
-    counted = totals(list(findings))
-    return {
-        "lost": counted["lost"],
-        "trained_twice": counted["duplicated"],
-        "stale": counted["stale"],
-        "credits_leaked": counted["credits_leaked"],
-    }
-
-
-def _recovery(kills: Sequence[Kill]) -> dict[str, float | None]:
-    """From the signal until the next trainer was given a batch."""
-    seconds = [kill.seconds for kill in kills]
-    return {
-        "recovery_p50_s": round(median(seconds), 2) if seconds else None,
-        "recovery_max_s": round(max(seconds), 2) if seconds else None,
-    }
 
 
 def _say(text: str) -> None:

@@ -62,9 +62,10 @@ def replay(recording: Recording, folder: Path, flags: Mapping[str, str], *, rank
             "run.name": "straight",
             "run.folder": str(folder),
             "run.steps": str(len(recording.batches)),
-            # Exactly the groups of one step are outstanding at a time, so the k-th is known from its number.
+            # Exactly the groups of one step are outstanding at a time: version v asks for those of step v - 1.
             "run.alpha": "0",
             "run.redundant_members": "0",
+            "run.lease_seconds": "600",
             "trainer.listen.port": str(free_port()),
             "trainer.sample_buffer_address": buffer.address,
             "trainer.llm_proxy_address": proxy,
@@ -88,26 +89,31 @@ async def _play(recording: Recording, address: str, trainer: "subprocess.Popen[b
         except subprocess.TimeoutExpired:
             raise ReplayFailed(f"The trainer did not end in {seconds:g} s.") from None
         finally:
+            trainer.kill()
             playing.cancel()
-            await asyncio.gather(playing, return_exceptions=True)
+            await asyncio.gather(playing, ending, return_exceptions=True)
 
 
 async def _hand_in(recording: Recording, buffer: "sample_buffer_pb2_grpc.SampleBufferServiceAsyncStub") -> None:
+    first: dict[int, int] = {}
+    """The k of the first group of each version. What was leased before version 1 is too old to be trained on."""
     while True:
         ask = pb.LeaseEpisodesRequest(request_id=str(uuid.uuid4()), worker_id="recorded", max_leases=256)
         leased = await rpc.call(buffer.LeaseEpisodes, ask, timeout=POLL_SECONDS)
-        done = [_played(lease, recording) for lease in leased.leases]
-        for result in done:
-            await rpc.call(buffer.CompleteEpisode, result, timeout=CALL_SECONDS)
+        for lease in leased.leases:
+            version, index = lease.episode.policy_version, lease.episode.task.index
+            place = index - first.setdefault(version, index)
+            if version > 0:
+                group = recording.batches[version - 1][place]
+                await rpc.call(buffer.CompleteEpisode, _played(lease, group), timeout=CALL_SECONDS)
 
 
-def _played(lease: pb.EpisodeLease, recording: Recording) -> pb.CompleteEpisodeRequest:
+def _played(lease: pb.EpisodeLease, group: pb.Group) -> pb.CompleteEpisodeRequest:
     """The recorded sample in the place of this episode. Tokens, log-probs and rewards are as they were; versions count
     publications, of which a run that is killed has more."""
     episode = lease.episode
-    step, place = divmod(episode.task.index, len(recording.batches[0]))
     played = tp.Trajectory()
-    played.CopyFrom(recording.batches[step][place].trajectories[episode.member])
+    played.CopyFrom(group.trajectories[episode.member])
     played.run_id, played.group_id, played.member = episode.run_id, episode.group_id, episode.member
     played.task.CopyFrom(episode.task)
     played.lease_policy_version = played.oldest_policy_version = episode.policy_version

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.trainer.backends import start, train
+from tests.trainer.backends import SECONDS, start, train
 
 pytestmark = pytest.mark.slow
 
@@ -52,7 +52,7 @@ def test_a_part_of_a_checkpoint_that_another_rank_cannot_write_is_an_error_on_ra
 
     ranks = start(model_path, tmp_path, "0-1", {}, world_size=2)
 
-    errors = [rank.communicate(timeout=60)[1] for rank in ranks]
+    errors = [rank.communicate(timeout=SECONDS)[1] for rank in ranks]
     assert "Is a directory (rank 1)" in errors[0]
     assert ranks[0].returncode == 1
 
