@@ -16,7 +16,7 @@ from typing import TypeVar
 import structlog
 
 from rollfarm.config import ConfigError
-from rollfarm.errors import InvalidArgument, RunMismatch
+from rollfarm.errors import CheckpointFailed, InvalidArgument, RunMismatch
 from rollfarm.v1 import sample_buffer_pb2, trainer_pb2
 from trainer.buffer import BufferClient, LeasedBatch
 from trainer.checkpoints import Checkpoints, CheckpointState, replace_folder
@@ -309,7 +309,7 @@ class Controller:
         try:
             await self._save_and_wait()
         except NotSaved as error:
-            self._controls.not_checkpointed(str(error))
+            self._controls.not_checkpointed(CheckpointFailed(str(error), step_count=self._step))
         else:
             self._controls.checkpointed(Path(self._progress.checkpoint_path), self._step)
 
@@ -347,7 +347,8 @@ class Controller:
         self._progress.validated(report)
         await self._settled()
         self._value(report)
-        log.info("validated", step=self._step, reward=round(report.mean_reward, 4), **report.metrics)
+        overall = {name: value for name, value in report.metrics.items() if "/" not in name}
+        log.info("validated", step=self._step, reward=round(report.mean_reward, 4), **overall)
 
     def _validation_due(self) -> bool:
         """Whether the policy is measured after these steps: before the first, and now and then."""
@@ -440,13 +441,19 @@ def _merge(results: list[sample_buffer_pb2.DomainResult], step: int, version: in
         return sum(value * count for value, count in pairs) / max(1, sum(count for _, count in pairs))
 
     names = sorted({name for result in scored for name in result.mean_metrics})
+    by_domain = {
+        f"domain/{each.domain}/{name}": value
+        for each in scored
+        for name, value in {"reward": each.mean_reward, **each.mean_metrics}.items()
+    }
     return ValidationReport(
         step_count=step,
         mean_reward=mean((result.mean_reward, result.episode_count) for result in scored),
         metrics={
             name: mean((each.mean_metrics[name], each.episode_count) for each in scored if name in each.mean_metrics)
             for name in names
-        },
+        }
+        | by_domain,
         episode_count=episodes,
         policy_version=version,
         time=time.time(),

@@ -1,6 +1,7 @@
 """The loop against a real sample_buffer process, with players in place of env_managers and no engines."""
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,10 @@ import torch
 from structlog.testing import capture_logs
 
 from rollfarm.config import ConfigError
-from rollfarm.errors import TrainerReplaced, Unavailable
+from rollfarm.errors import CheckpointFailed, TrainerReplaced
 from rollfarm.v1 import sample_buffer_pb2, trainer_pb2
 from tests.trainer.disks import FullDisk
-from tests.trainer.farms import farm
+from tests.trainer.farms import Farm, farm
 from tests.trainer.stand_ins import evenly
 from trainer.saving import NotSaved
 
@@ -31,6 +32,7 @@ async def test_a_run_goes_from_first_publication_to_final_export(
         assert trainer.progress.phase == trainer_pb2.PHASE_FINISHED
         assert [line["step"] for line in run.metrics("step")] == list(range(6))
         assert [(line["step_count"], line["episode_count"]) for line in run.metrics("validation")] == [(0, 4), (6, 4)]
+        _assert_told_by_domain(run)
         assert run.weights()
 
 
@@ -113,7 +115,7 @@ async def test_once_there_is_room_again_the_next_checkpoint_holds_every_step(
         trainer = run.with_run(steps=0).trainer()
         running = asyncio.create_task(trainer.controller.run())
         await trainer.until(lambda progress: progress.step_count >= 3)
-        with pytest.raises(Unavailable, match="No space left"):
+        with pytest.raises(CheckpointFailed, match="No space left"):
             await trainer.controls.checkpoint()
         assert (await run.status()).next_commit_step == 0
 
@@ -270,3 +272,16 @@ async def test_a_checkpoint_that_the_journal_does_not_know_is_refused(
 def _made(path: Path) -> Path:
     path.mkdir(parents=True)
     return path
+
+
+def _assert_told_by_domain(run: Farm) -> None:
+    """Every step's figures, a validation's, and the first step's samples."""
+    for line in (step["metrics"] for step in run.metrics("step")):
+        assert line["domain/lake/episodes"] == 8
+        assert line["environment/frozen_lake/staleness"] == line["domain/lake/staleness"] == line["staleness"]
+        assert line["outcome_count/ok"] >= 8
+    for line in run.metrics("validation"):
+        assert line["metrics"]["domain/lake/reward"] == pytest.approx(line["mean_reward"])
+    samples = [json.loads(line) for line in (run.root.run.path / "samples.jsonl").read_text().splitlines()]
+    assert [sample["step"] for sample in samples] == [0] * 4
+    assert all(sample["text"] and sample["domain"] == "lake" for sample in samples)
