@@ -129,12 +129,16 @@ class Trainings:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_losses_are_those_of_plain_torch_in_one_process(trained: Trainings, name: str) -> None:
-    expected, found = np.array(trained[CASES[name].like].losses), np.array(trained[name].losses)
+def test_losses_and_gradients_are_those_of_plain_torch_in_one_process(trained: Trainings, name: str) -> None:
+    done, like = trained[name], trained[CASES[name].like]
+    expected, found = np.array(like.losses), np.array(done.losses)
 
     tolerance = CASES[name].loss_tolerance
     assert len(found) == STEPS
     assert np.allclose(found, expected, rtol=tolerance, atol=tolerance * np.abs(expected).max() / 100)
+    # Adam does not mind how large a gradient is: only its norm tells a sum over ranks from a mean.
+    norms, expected_norms = ([each["grad_norm"] for each in one.steps] for one in (done, like))
+    assert norms == pytest.approx(expected_norms, rel=10 * tolerance)
 
 
 @pytest.mark.parametrize("name", CASES)

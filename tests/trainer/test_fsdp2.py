@@ -162,7 +162,6 @@ def test_compiled_layers_learn_the_same(model_path: Path) -> None:
 def test_a_gpu_learns_what_the_cpu_learns_and_is_empty_while_the_policy_is_away(
     model_path: Path, cpu_offload: bool
 ) -> None:
-    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
     gpu, cpu = sharded(model_path, device="cuda", cpu_offload=cpu_offload), replicated(model_path)
     assert step(gpu) == pytest.approx(step(cpu), abs=1e-4)
     before = torch.cuda.memory_allocated()

@@ -19,11 +19,11 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from trainer.backend_config import Fsdp2Config
 from trainer.backends import Settings
+from trainer.backends.layers import keep_only_input, layers_of
 from trainer.backends.module import Held, ModuleBackend, ModuleScorer
 from trainer.backends.passes import rank, world_size
 from trainer.backends.scoring import TokenModel, empty_model, load_model
@@ -40,7 +40,8 @@ class ShardedModel(Held):
 
     def __init__(self, make: Make, settings: Settings, config: Fsdp2Config) -> None:
         if not dist.is_initialized():
-            dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+            backend = "gloo" if settings.device.type == "cpu" else "cpu:gloo,cuda:nccl"
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
         self._settings = settings
         self._home = torch.device("cpu") if config.cpu_offload else settings.device
         source = make(load_model(settings.path, packing=settings.packing)) if rank() == 0 else None
@@ -121,13 +122,12 @@ def _shard(model: TokenModel, mesh: DeviceMesh, settings: Settings, config: Fsdp
         offload_policy=offload,
         reshard_after_forward=config.reshard_after_forward,
     )
-    layers = _layers(model)
+    layers = layers_of(model)
     if not layers:
         log.warning("no layers are known in this architecture: it is sharded as a whole, and gathered as a whole")
     for layer in layers:
         if config.activation_checkpointing:
-            # Instead of a wrapper, which would change names.
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+            keep_only_input(layer)
         if config.compile:
             layer.compile()
         shard(layer)
@@ -135,12 +135,6 @@ def _shard(model: TokenModel, mesh: DeviceMesh, settings: Settings, config: Fsdp
     for module in _sharded(model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-
-
-def _layers(model: TokenModel) -> list[nn.Module]:
-    """Those that the architecture wants in one piece."""
-    names = set(model.model._no_split_modules or ())  # pyright: ignore[reportPrivateUsage]
-    return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def _sharded(model: nn.Module) -> list[FSDPModule]:
