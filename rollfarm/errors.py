@@ -452,6 +452,17 @@ class RewardFailed(FarmError):
     remedy = "Mend the reward function; the episode is played again and is never scored 0."
 
 
+class CheckpointFailed(FarmError):
+    """The trainer could not save. It goes on all the same, and tries again at the next checkpoint.
+
+    Raised by the trainer to whoever asked for a checkpoint; people see to the disk, and ask again.
+    """
+
+    code = code_pb2.FAILED_PRECONDITION
+    reason = "CHECKPOINT_FAILED"
+    remedy = "Ask again once that is done; training goes on meanwhile."
+
+
 class Unavailable(FarmError):
     """The service cannot be reached, or is stopping.
 

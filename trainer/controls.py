@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
-from rollfarm.errors import Unavailable
+from rollfarm.errors import FarmError, Unavailable
 from rollfarm.service import Changed
 
 FOREVER_SECONDS = 7 * 24 * 3600.0
@@ -53,13 +53,13 @@ class Controls:
 
     def refuse(self) -> None:
         """Answer everyone who still waits: it is over."""
-        self.not_checkpointed("The trainer is stopping.")
+        self.not_checkpointed(Unavailable("The trainer is stopping."))
 
-    def not_checkpointed(self, problem: str) -> None:
+    def not_checkpointed(self, error: FarmError) -> None:
         """Answer everyone who asked for a checkpoint that there is none."""
         for request in self._checkpoints:
             if not request.done():
-                request.set_exception(Unavailable(problem))
+                request.set_exception(error)
         self._checkpoints.clear()
 
     async def until_draining(self) -> None:

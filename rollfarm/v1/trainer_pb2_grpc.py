@@ -98,6 +98,8 @@ class TrainerServiceServicer(object):
 
     def Checkpoint(self, request, context):
         """Saves a checkpoint after the step at hand, commits it, and answers when both are done.
+
+        Errors: FAILED_PRECONDITION/CHECKPOINT_FAILED (there is no room for it: training goes on without).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

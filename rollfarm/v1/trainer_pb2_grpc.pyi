@@ -45,7 +45,10 @@ class TrainerServiceStub:
     Resume: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.TrainerServiceResumeRequest, _trainer_pb2.TrainerServiceResumeResponse]
     """Goes on."""
     Checkpoint: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.CheckpointRequest, _trainer_pb2.CheckpointResponse]
-    """Saves a checkpoint after the step at hand, commits it, and answers when both are done."""
+    """Saves a checkpoint after the step at hand, commits it, and answers when both are done.
+
+    Errors: FAILED_PRECONDITION/CHECKPOINT_FAILED (there is no room for it: training goes on without).
+    """
 
 @_typing.type_check_only
 class TrainerServiceAsyncStub(TrainerServiceStub):
@@ -64,7 +67,10 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     Resume: _aio.UnaryUnaryMultiCallable[_trainer_pb2.TrainerServiceResumeRequest, _trainer_pb2.TrainerServiceResumeResponse]  # type: ignore[assignment]
     """Goes on."""
     Checkpoint: _aio.UnaryUnaryMultiCallable[_trainer_pb2.CheckpointRequest, _trainer_pb2.CheckpointResponse]  # type: ignore[assignment]
-    """Saves a checkpoint after the step at hand, commits it, and answers when both are done."""
+    """Saves a checkpoint after the step at hand, commits it, and answers when both are done.
+
+    Errors: FAILED_PRECONDITION/CHECKPOINT_FAILED (there is no room for it: training goes on without).
+    """
 
 class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
     """Served by the trainer's rank 0, for people and their tools."""
@@ -110,6 +116,9 @@ class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _trainer_pb2.CheckpointRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.CheckpointResponse, _abc.Awaitable[_trainer_pb2.CheckpointResponse]]:
-        """Saves a checkpoint after the step at hand, commits it, and answers when both are done."""
+        """Saves a checkpoint after the step at hand, commits it, and answers when both are done.
+
+        Errors: FAILED_PRECONDITION/CHECKPOINT_FAILED (there is no room for it: training goes on without).
+        """
 
 def add_TrainerServiceServicer_to_server(servicer: TrainerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
