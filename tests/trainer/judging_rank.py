@@ -15,7 +15,8 @@ from trainer.config import TrainerConfig, TrainerRoot
 from trainer.learner import build_learner, objectives
 
 
-def main(path: str, other_path: str) -> None:
+def learnt(path: str, other_path: str) -> list[dict[str, float]]:
+    """What rank 0 measured; nothing by another rank."""
     settings = {
         "device": "cpu",
         "lr": 1e-3,
@@ -30,7 +31,7 @@ def main(path: str, other_path: str) -> None:
     )
     if ranks.rank() > 0:
         ranks.follow(lambda: build_models(root.model, root.trainer), objectives(root.trainer))
-        return
+        return []
     learner = build_learner(root)
     groups = [group("a", [1, 0, 1, 0]), group("b", [0, 1, 0])]
     measured = [
@@ -38,8 +39,8 @@ def main(path: str, other_path: str) -> None:
         for step in range(3)
     ]
     learner.leader.stop()
-    print(json.dumps(measured))
+    return measured
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    print(json.dumps(learnt(*sys.argv[1:])))

@@ -15,6 +15,7 @@ from rollfarm.ports import free_port
 from rollfarm.run import ModelConfig, RunConfig, TinyModelConfig
 from rollfarm.v1 import sample_buffer_pb2, trajectory_pb2
 from tests.trainer.conftest import ROOT, WORDS, group
+from tests.trainer.judging_rank import learnt
 from trainer.config import TrainerConfig, TrainerRoot
 from trainer.create_model import ensure_model
 from trainer.judging import Judge, Judged
@@ -25,6 +26,7 @@ from trainer.rows import rows_of
 from trainer.samples import samples_of, was_truncated
 from trainer.vocabulary import check_vocabularies
 
+SECONDS = 200.0
 BATCH = sample_buffer_pb2.Batch(batch_id="b", step=0, policy_version=2, group_count=2)
 GROUPS = [group("a", [1, 0, 1, 0]), group("b", [0, 1, 0, 0])]
 
@@ -280,8 +282,9 @@ def test_the_policy_comes_nearer_to_its_teacher(model_path: Path, other_path: Pa
 
 
 @pytest.mark.slow
-def test_two_ranks_judge_and_learn_as_one(model_path: Path, other_path: Path, tmp_path: Path) -> None:
-    alone, together = (_learnt(model_path, other_path, world_size) for world_size in (1, 2))
+@pytest.mark.timeout(2 * SECONDS)
+def test_two_ranks_judge_and_learn_as_one(model_path: Path, other_path: Path) -> None:
+    alone, together = learnt(str(model_path), str(other_path)), _learnt_by_two(model_path, other_path)
 
     assert alone[-1]["critic_loss"] > 0
     assert alone[-1]["kl_charged"] > 0
@@ -290,9 +293,9 @@ def test_two_ranks_judge_and_learn_as_one(model_path: Path, other_path: Path, tm
         assert two == pytest.approx(one, abs=1e-4)
 
 
-def _learnt(model_path: Path, other_path: Path, world_size: int) -> list[dict[str, float]]:
+def _learnt_by_two(model_path: Path, other_path: Path) -> list[dict[str, float]]:
     command = [sys.executable, "-m", "tests.trainer.judging_rank", str(model_path), str(other_path)]
-    meeting = {"WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": 1}
+    meeting = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": 1}
     processes = [
         subprocess.Popen(
             command,
@@ -301,14 +304,14 @@ def _learnt(model_path: Path, other_path: Path, world_size: int) -> list[dict[st
             stdout=subprocess.PIPE,
             text=True,
         )
-        for rank in range(world_size)
+        for rank in range(2)
     ]
     try:
-        outputs = [process.communicate(timeout=100)[0] for process in processes]
+        outputs = [process.communicate(timeout=SECONDS)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
-    assert [process.returncode for process in processes] == [0] * world_size
+    assert [process.returncode for process in processes] == [0, 0]
     return json.loads(outputs[0].splitlines()[-1])
 
 
