@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -54,9 +55,6 @@ class Snapshot:
         self.arena = arena
         """Its buckets, and then the table of their checksums."""
 
-        self.digests: dict[str, bytes] = {}
-        """Of each tensor as it is sent; equal ones are of equal tensors."""
-
         self.adapter: Adapter | None = None
         """Set, and no tensors, where the version is the base model with an adapter."""
 
@@ -91,6 +89,11 @@ class Snapshot:
     def size_bytes(self) -> int:
         """Of the tensors, once it is full."""
         return sum(buckets.size_bytes(spec) for spec in self.specs)
+
+    @cached_property
+    def digests(self) -> dict[str, bytes]:
+        """Of each tensor as it is sent, once it is full; equal ones are of equal tensors."""
+        return {spec.name: checksums.of_tensor(data.numpy()) for spec, data in self.tensors()}
 
     def tensors(self) -> Iterator[tuple[engine_pb2.TensorSpec, Tensor]]:
         """Every tensor's spec and bytes, u8[size], once it is full."""
@@ -199,7 +202,6 @@ class _Filling:
             self._bucket_dtype = spec.dtype
         place = self._buffer[self._filled : self._filled + size]
         place.view(dtype).view(tensor.shape).copy_(tensor.detach())
-        self._snapshot.digests[name] = checksums.of_tensor(place.numpy())
         self._filled += size
         self.specs.append(spec)
 

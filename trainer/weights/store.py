@@ -75,7 +75,8 @@ class Store:
         """Write what the engines need, and let them read it. Raises WeightsFailed where it cannot be written."""
         version = snapshot.policy_version
         await in_thread(lambda: list(snapshot.parts()))
-        self._digests[version] = snapshot.digests
+        if self._deltas:
+            self._digests[version] = await in_thread(lambda: snapshot.digests)
         bases = {engine.engine_id: self._base_of(engine, snapshot) for engine in engines}
         written = {base: await self._write(snapshot, base) for base in set(bases.values())}
         request = llm_proxy_pb2.BeginWeightUpdateRequest(
@@ -106,7 +107,9 @@ class Store:
 
     def _changed(self, snapshot: Snapshot, base: int | None) -> Iterator[files.Part]:
         """Tensors that differ from those of `base`; all of them where there is none."""
-        before = {} if base is None else self._digests[base]
+        if base is None:
+            return snapshot.tensors()
+        before = self._digests[base]
         return (part for part in snapshot.tensors() if before.get(part[0].name) != snapshot.digests[part[0].name])
 
     async def _write(self, snapshot: Snapshot, base: int | None) -> engine_pb2.StoredWeights:
