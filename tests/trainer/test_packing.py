@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,9 +28,14 @@ from transformers import (
     Qwen3NextConfig,
 )
 
+from rollfarm.run import ModelConfig
+from tests.trainer.conftest import random_rows
+from trainer.backends.build import build_models
 from trainer.backends.packed_attention import NAME, is_packed, pack, why_not
-from trainer.backends.scoring import TokenLogprobs, TokenModel, TokenValues
+from trainer.backends.scoring import TokenLogprobs, TokenModel, TokenValues, load_model
+from trainer.config import TrainerConfig
 from trainer.micro_batches import MicroBatch, micro_batch
+from trainer.ranks import Role
 from trainer.rows import Row
 
 CPU = torch.device("cpu")
@@ -196,6 +202,21 @@ def test_a_model_that_cannot_take_packed_rows_has_them_padded(
     assert re.search(reason, why_not(model) or "")
     assert not pack(model)
     assert not is_packed(model)
+
+
+def test_packing_may_be_turned_off_and_log_probabilities_stay(model_path: Path) -> None:
+    config = TrainerConfig(packing=False, device="cpu", micro_batch_tokens=40)
+    padding = build_models(ModelConfig(path=str(model_path)), config)
+    packing = build_models(ModelConfig(path=str(model_path)), config.model_copy(update={"packing": True}))
+    rows = random_rows(9)
+
+    padded_P, packed_P = (each.scorer(Role.POLICY).score(rows, temperature=0.8) for each in (padding, packing))
+
+    assert torch.allclose(padded_P, packed_P, atol=1e-5)
+    assert [TokenLogprobs(load_model(str(model_path), packing=packing)).padded for packing in (False, True)] == [
+        True,
+        False,
+    ]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
