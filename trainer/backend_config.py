@@ -47,9 +47,13 @@ class DeepSpeedConfig(Config):
     offload_parameters: bool = False
     """Whether the shards of parameters live in host memory too. Needs stage 3; every pass waits for the transfer."""
 
-    whole_below: int = Field(default=100_000, ge=0)
-    """In stage 3, parameters of fewer elements stay whole on every rank, which saves many small transfers. 0 has them
-    all in shards."""
+    whole_up_to: int = Field(default=100_000, ge=0)
+    """In stage 3, parameters of at most so many elements stay whole on every rank, which saves many small transfers. 0
+    has them all in shards."""
+
+    activation_checkpointing: bool = False
+    """Whether a layer keeps only its input, and computes the rest again in the backward pass: far less memory for about
+    a third more time."""
 
     @model_validator(mode="after")
     def _has_shards_to_offload(self) -> Self:
