@@ -159,6 +159,15 @@ def test_steps_that_a_crash_repeats_are_told_once_and_the_run_keeps_its_id(tmp_p
     assert [json.loads(line)["step"] for line in (tmp_path / "samples.jsonl").read_text().splitlines()] == [1]
 
 
+def test_the_very_last_step_that_was_told_is_not_told_again(tmp_path: Path) -> None:
+    live(Noted(), tmp_path, name="noted", first=0, last=2)
+    second = Noted()
+
+    live(second, tmp_path, name="noted", first=2, last=4)
+
+    assert second.told == [("log", 4), ("log", 5)]
+
+
 def test_a_tracker_that_is_added_later_or_was_behind_is_told_what_was_measured_before(tmp_path: Path) -> None:
     live(Noted(), tmp_path, name="early", first=0, last=3)
     late = Noted()
