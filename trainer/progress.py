@@ -95,7 +95,7 @@ class Progress:
     """The run so far. Every change wakes `changed`."""
 
     def __init__(self, run_id: str, total_steps: int, file: Path, feeds: Sequence[Feed] = ()) -> None:
-        """`file` is metrics.jsonl, beside which samples.jsonl lies; `feeds` are told as `resume` and what follows say."""
+        """`file` is metrics.jsonl; samples.jsonl lies beside it. `feeds` start as the run is resumed."""
         self.run_id = run_id
         self.total_steps = total_steps
         self.phase: trainer_pb2.Phase.ValueType = trainer_pb2.PHASE_LOADING
@@ -114,8 +114,8 @@ class Progress:
         """Whether the file lacks something."""
 
     def resume(self, step_count: int, *, validated_until: int = 0) -> None:
-        """Take up what metrics.jsonl tells of the first `step_count` steps, and cut the rest off; but for validations of
-        up to `validated_until` steps, which are not repeated."""
+        """Take up what metrics.jsonl tells of the first `step_count` steps, and cut the rest off; but for validations
+        of up to `validated_until` steps, which are not repeated."""
         self.step_count = step_count
         self.steps, self.validations = [], []
         for line in self._lines():
