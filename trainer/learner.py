@@ -183,8 +183,8 @@ class Learner:
         self.leader.reset_optimizer()
 
     def snapshot(self, policy_version: int, opened: Opened = lambda snapshot: None) -> Snapshot:
-        """A copy of the weights for engines, or of the adapter where it travels alone; `opened` gets it as soon as it may
-        be sent."""
+        """A copy of the weights for engines, or of the adapter where it travels alone; `opened` gets it as soon as it
+        may be sent."""
         if self._config.lora is not None and self._config.transport == "store":
             snapshot = self._snapshots.take_adapter(self._adapter(), policy_version=policy_version)
             opened(snapshot)
