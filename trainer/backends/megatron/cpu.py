@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import random
+from megatron.core.transformer.moe import token_dispatcher
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -38,7 +39,7 @@ class _Nothing:
     def __init__(self, *_: object, **__: object) -> None: ...
 
     def __getattr__(self, name: str) -> Any:
-        return lambda *_, **__: None
+        return lambda *_, **__: self
 
 
 def prepare() -> None:
@@ -61,6 +62,13 @@ def prepare() -> None:
         setattr(torch.cuda, name, function)
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    token_dispatcher.maybe_move_tensor_to_cpu = _to_host
+
+
+def _to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Counts of tokens are there already, and only have to become numbers."""
+    del record_stream
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
 
 def running() -> AbstractContextManager[object]:
