@@ -23,6 +23,10 @@ def test_under_equal_weights_every_quantile_is_1() -> None:
     assert [quantile(counts, share) for share in (0.01, 0.5, 0.99)] == pytest.approx([1, 1, 1], abs=3e-4)
 
 
+def test_within_a_bin_a_quantile_is_interpolated() -> None:
+    assert quantile(counts_of([0.0] * 10), 0.5) == pytest.approx(1, abs=1e-9)
+
+
 def test_ratios_beyond_the_last_edges_are_told_as_these() -> None:
     assert quantile(counts_of([-9.0]), 0.5) == pytest.approx(math.exp(-5))
     assert quantile(counts_of([9.0]), 0.5) == pytest.approx(math.exp(5))
