@@ -328,6 +328,7 @@ def _wandb_history(file: Path) -> list[dict[str, Any]]:
 
 
 @needs("mlflow")
+@pytest.mark.slow
 def test_mlflow_has_every_step_once_in_one_run_and_the_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from mlflow import MlflowClient
 
