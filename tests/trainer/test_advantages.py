@@ -129,10 +129,11 @@ def test_generalised_advantages_sum_discounted_surprises() -> None:
 
 
 def test_with_lambda_1_the_return_is_what_is_learnt_and_with_lambda_0_the_next_value() -> None:
-    samples = replace(samples_of([Episode(0, 2.0, [0.0], [-1], [3])]), value_P=f64([5.0, 6.0, 7.0]))
+    value = f64([5.0, 6.0, 7.0])
+    samples = replace(samples_of([Episode(0, 2.0, [0.0], [-1], [3])]), value_P=value)
 
-    assert (advantages.gae(samples, lam=1.0) + samples.value_P).tolist() == [2.0, 2.0, 2.0]
-    assert (advantages.gae(samples, lam=0.0) + samples.value_P).tolist() == [6.0, 7.0, 2.0]
+    assert (advantages.gae(samples, lam=1.0) + value).tolist() == [2.0, 2.0, 2.0]
+    assert (advantages.gae(samples, lam=0.0) + value).tolist() == [6.0, 7.0, 2.0]
 
 
 def test_generalised_advantages_end_with_their_trajectory() -> None:

@@ -235,8 +235,7 @@ def test_tokens_are_charged_for_what_they_are_away_from_the_reference(model_path
 def test_kl_in_the_loss_holds_the_policy_near_the_reference(model_path: Path) -> None:
     free, held = learner_of(model_path, kl={"loss": 1e-9}), learner_of(model_path, kl={"loss": 5.0})
 
-    for _ in range(5):
-        away, near = (each.learn(BATCH, GROUPS).metrics["kl_reference"] for each in (free, held))
+    away, near = ([each.learn(BATCH, GROUPS).metrics["kl_reference"] for _ in range(5)][-1] for each in (free, held))
 
     assert near < 0.5 * away
 
