@@ -55,8 +55,9 @@ class Case:
 
 FSDP2 = {"backend": "fsdp2"}
 MUON = {"optimizer": "muon"}
-LORA = {"lora": {"rank": 4}, "lr": 1e-2}
+LORA = {"lora": {"rank": 4}}
 
+ZERO = {"backend": "deepspeed"}
 MEGATRON = {"backend": "megatron"}
 TENSOR, PIPELINE = {"tensor_parallel": 2}, {"pipeline_parallel": 2}
 
@@ -73,6 +74,10 @@ CASES = {
     "fsdp2-2-muon": Case(FSDP2 | MUON, ranks=2, like="torch-1-muon", loss_tolerance=5e-3),
     "torch-1-lora": Case(LORA, like="torch-1-lora", needs="peft"),
     "fsdp2-2-lora": Case(FSDP2 | LORA, ranks=2, like="torch-1-lora", needs="peft"),
+    "zero1-2": Case(ZERO | {"deepspeed": {"stage": 1}}, ranks=2, needs="deepspeed"),
+    "zero2-2": Case(ZERO | {"deepspeed": {"stage": 2}}, ranks=2, needs="deepspeed"),
+    "zero3-2": Case(ZERO | {"deepspeed": {"stage": 3, "whole_up_to": 0}}, ranks=2, needs="deepspeed"),
+    "zero3-1": Case(ZERO | {"deepspeed": {"stage": 3}}, needs="deepspeed"),
     "megatron-1": Case(MEGATRON, needs="megatron.core"),
     "megatron-tp2": Case(MEGATRON | {"megatron": TENSOR}, ranks=2, needs="megatron.core"),
     "megatron-pp2": Case(MEGATRON | {"megatron": PIPELINE}, ranks=2, needs="megatron.core"),
@@ -86,6 +91,8 @@ RESUMES = {
     "fsdp2-2": ("fsdp2-1", "fsdp2-2", "torch-1"),
     "fsdp2-2-muon": ("fsdp2-2-muon",),
     "fsdp2-2-lora": ("torch-1-lora",),
+    "zero2-2": ("zero2-2", "zero3-1"),
+    "zero3-2": ("torch-1",),
     "megatron-tp2": ("megatron-1", "fsdp2-2"),
     "megatron-tp2-pp2": ("megatron-tp2",),
 }
