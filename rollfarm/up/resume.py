@@ -7,16 +7,16 @@ from typing import Any
 
 USAGE = """usage: rollfarm resume RUN [--table.key value ...]
 
-Starts the farm of an unfinished run again, as RUN/config.toml has it. RUN is the run's folder, such as runs/demo, or its
-name, if that folder is in runs/. The trainer goes on from its newest checkpoint; batches that it was given since are
+Starts the farm of an unfinished run again, as RUN/config.toml has it. RUN is the run's folder, such as runs/demo, or
+its name, if that folder is in runs/. The trainer goes on from its newest checkpoint; batches that it was given since are
 delivered again, and nothing is lost or trained twice.
 
   --run.steps 400          more steps than were asked for, also for a finished run
   --up.trainer_ranks 2     any key of any table, over the file; what the run is made of may not change
   rollfarm up --flags      lists every key, with its default and its meaning
 
-Ends like `rollfarm up`: with the result as JSON on stdout, and exit status 0 done, 1 failed or another farm works on the
-run, 2 wrong configuration, an unknown or a finished run, 3 a port is in use, 130 interrupted.
+Ends like `rollfarm up`: with the result as JSON on stdout, and exit status 0 done, 1 failed or another farm works on
+the run, 2 wrong configuration, an unknown or a finished run, 3 a port is in use, 130 interrupted.
 """
 
 PROG = "rollfarm resume"

@@ -12,7 +12,6 @@ import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
-from typing import Literal
 
 from rollfarm.run import ModelConfig
 from tests.trainer.conftest import random_rows
@@ -33,14 +32,14 @@ def main(
     steps: str,
     rows_each: str = "9",
     save_before: str = "",
-    dtype: Literal["float32", "bfloat16"] = "float32",
+    dtype: str = "float32",
 ) -> None:
     config = TrainerConfig.model_validate_json(config_json)
     objective = policy_objective(config)
     objectives = {"policy": objective}
 
     def build() -> ranks.Models:
-        return build_models(ModelConfig(path=model, dtype=dtype), config)
+        return build_models(ModelConfig.model_validate({"path": model, "dtype": dtype}), config)
 
     if ranks.rank() > 0:
         ranks.follow(build, objectives)

@@ -23,7 +23,7 @@ class Tiny(nn.Module):
 
 
 def optimizer_of(model: Tiny, name: str, weight_decay: float = 0.0) -> Optimizer:
-    hidden = hidden_matrices(model, {model.embedding.weight, model.head.weight})
+    hidden = hidden_matrices(model, {*model.embedding.parameters(), *model.head.parameters()})
     return Optimizer(name, dict(model.named_parameters()), hidden, Decay(weight_decay, (0.9, 0.95)))  # pyright: ignore[reportArgumentType]
 
 

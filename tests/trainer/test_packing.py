@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     BartConfig,
@@ -78,6 +78,11 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         **SMALL, num_local_experts=4, sliding_window=4
     ),
 }
+
+
+def continued(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    """Eight tokens more."""
+    return model.generate(ids, max_new_tokens=8, do_sample=False)  # pyright: ignore[reportCallIssue]
 
 
 def model_of(config: PreTrainedConfig) -> PreTrainedModel:
@@ -175,12 +180,12 @@ def test_a_model_that_takes_packed_rows_still_is_a_plain_one(name: str) -> None:
     mask[1, :5] = 0
     with torch.no_grad():
         plain, with_mask = model(ids).logits, model(ids, attention_mask=mask).logits
-        generated = model.generate(ids, max_new_tokens=8, do_sample=False)
+        generated = continued(model, ids)
 
         pack(model)
         assert torch.allclose(model(ids).logits, plain, atol=1e-5)
         assert torch.allclose(model(ids, attention_mask=mask).logits[mask.bool()], with_mask[mask.bool()], atol=1e-5)
-        assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=False), generated)
+        assert torch.equal(continued(model, ids), generated)
 
 
 @pytest.mark.parametrize(
@@ -226,7 +231,8 @@ def test_variable_length_attention_on_a_gpu_is_that_of_each_row_alone(name: str)
     with torch.no_grad():
         expected_P, _ = TokenLogprobs(model)(batch_of(rows), 1.0)
 
-        pack(model.to("cuda"))
+        nn.Module.to(model, "cuda")
+        pack(model)
         with torch.autocast("cuda", torch.bfloat16):
             found_P, _ = TokenLogprobs(model)(micro_batch(rows, range(len(rows)), torch.device("cuda")), 1.0)
 

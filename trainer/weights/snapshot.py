@@ -116,7 +116,7 @@ class Snapshot:
             self._changed.notify_all()
 
 
-Opened = Callable[[Snapshot], None]
+Opened = Callable[[Snapshot], object]
 """Called once, when the snapshot's specs are known."""
 
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from trainer.backends.megatron.packing import places_of
 
 # Where Transformer Engine is not installed, a router asks whether this name is None, and nobody has set it.
-vars(moe_utils).setdefault("te_general_gemm", None)
+if not hasattr(moe_utils, "te_general_gemm"):
+    moe_utils.te_general_gemm = None
 
 
 class RMSNorm(nn.Module):
