@@ -8,8 +8,8 @@ from typing import Any
 USAGE = """usage: rollfarm resume RUN [--table.key value ...]
 
 Starts the farm of an unfinished run again, as RUN/config.toml has it. RUN is the run's folder, such as runs/demo, or
-its name, if that folder is in runs/. The trainer goes on from its newest checkpoint; batches that it was given since are
-delivered again, and nothing is lost or trained twice.
+its name, if that folder is in runs/. The trainer goes on from its newest checkpoint; batches that it was given since
+are delivered again, and nothing is lost or trained twice.
 
   --run.steps 400          more steps than were asked for, also for a finished run
   --up.trainer_ranks 2     any key of any table, over the file; what the run is made of may not change
