@@ -205,7 +205,8 @@ class ModelConfig(Config):
     """A folder in Hugging Face format, where ~ is the home folder, or the name of a model on the hub."""
 
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """What engines compute in. The trainer keeps float32 master weights."""
+    """What engines compute in. The trainer's passes are in bfloat16 where this is, and else in float32, as its master
+    weights always are."""
 
     create: TinyModelConfig | None = None
     """Makes a tiny random model at `path` when nothing is there."""

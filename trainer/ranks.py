@@ -101,12 +101,10 @@ def join(device: torch.device, timeout_seconds: float) -> None:
 
 
 def choose_device(name: str) -> torch.device:
-    """The configured device; "auto" is this rank's accelerator where there is one."""
-    if name != "auto":
-        return torch.device(name)
-    if torch.cuda.is_available():
+    """The configured device; "auto" is an accelerator where there is one, and "cuda" is this rank's own."""
+    if name == "cuda" or (name == "auto" and torch.cuda.is_available()):
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    return torch.device("cpu")
+    return torch.device("cpu" if name == "auto" else name)
 
 
 class Leader:

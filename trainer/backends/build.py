@@ -22,11 +22,14 @@ from trainer.ranks import Models, Role, choose_device, join
 def build_models(model: ModelConfig, config: TrainerConfig) -> Models:
     """This rank's models and optimisers, after it met the other ranks. Raises ConfigError."""
     device = choose_device(config.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     join(device, config.rank_timeout_seconds)
     settings = Settings(
         path=model.path,
         device=device,
-        compute_dtype=getattr(torch, model.dtype),
+        # float16 would want its losses scaled.
+        compute_dtype=torch.bfloat16 if model.dtype == "bfloat16" else torch.float32,
         micro_batch_tokens=config.micro_batch_tokens,
         max_grad_norm=config.max_grad_norm,
         optimizer=config.optimizer,

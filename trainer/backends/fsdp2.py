@@ -21,6 +21,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
+from rollfarm.config import ConfigError
 from trainer.backend_config import Fsdp2Config
 from trainer.backends import Settings
 from trainer.backends.layers import keep_only_input, layers_of
@@ -84,6 +85,11 @@ class ShardedModel(Held):
                 param.to_local().copy_(shard.to_local())
             for name, buffer in self.module.named_buffers():
                 buffer.copy_(self._from_rank_0(buffers.pop(name, None), buffer))
+        if params:
+            raise ConfigError(
+                f"model.path: {self._settings.path!r} has {', '.join(params)} of its own, though its configuration "
+                "ties that to another tensor. Correct tie_word_embeddings, or choose another trainer.backend."
+            )
 
     def _from_rank_0(self, tensor: Tensor | None, like: Tensor) -> Tensor:
         device = self._settings.device

@@ -7,6 +7,7 @@ like any other argument, and nothing is kept between calls.
 Legend: 1 the batch dimension, T positions of all rows, L of one row, N rows of one length, A heads, D their width.
 """
 
+import inspect
 from collections.abc import Iterator
 from itertools import groupby
 from typing import Any, cast
@@ -22,6 +23,8 @@ from transformers.masking_utils import sdpa_mask
 try:
     from torch.nn.attention.varlen import varlen_attn
 except ImportError:  # torch is older than 2.10
+    varlen_attn = None
+if varlen_attn is not None and "enable_gqa" not in inspect.signature(varlen_attn).parameters:  # older than 2.12
     varlen_attn = None
 
 log = structlog.get_logger()

@@ -248,7 +248,8 @@ def _meet(settings: Settings) -> None:
     os.environ["LOCAL_RANK"] = str(device.index if device.index is not None else os.environ.get("LOCAL_RANK", "0"))
     if not dist.is_initialized():
         store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
     # What it would compile for ranks of one host to meet in shared memory, and ZeRO never uses.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False)

@@ -19,7 +19,7 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from torch import Tensor, nn
-from transformers import AutoTokenizer, GenerationConfig
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedConfig
 
 from rollfarm.config import ConfigError
 from trainer.backend_config import MegatronConfig
@@ -122,7 +122,7 @@ class MegatronBackend(CutModel):
         save_torch_state_dict(tensors, folder)
         self._hf_config.dtype = torch.float32
         self._hf_config.save_pretrained(folder)
-        GenerationConfig.from_model_config(self._hf_config).save_pretrained(folder)
+        _generation_config(self._settings.path, self._hf_config).save_pretrained(folder)
         AutoTokenizer.from_pretrained(self._settings.path).save_pretrained(folder)
 
     def offload(self) -> None:
@@ -211,3 +211,11 @@ def _master(param: nn.Parameter) -> nn.Parameter:
 def _gradient(param: nn.Parameter) -> Tensor:
     """Where Megatron-Core has summed it, f32."""
     return param.main_grad  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _generation_config(path: str, config: PreTrainedConfig) -> GenerationConfig:
+    """The model's own, where it has one: stop tokens may stand there alone."""
+    try:
+        return GenerationConfig.from_pretrained(path)
+    except OSError:
+        return GenerationConfig.from_model_config(config)
