@@ -62,6 +62,7 @@ class Checkpoints:
         if not complete:
             return None
         path = complete[-1]
+        _sync(self.folder)  # It may have got its name just before a crash.
         state = _read_state(path)
         if state.run_id != self._run_id:
             raise ConfigError(
@@ -80,8 +81,12 @@ class Checkpoints:
         A trainer that was replaced and has not heard of it may write the same: each has a folder of its own to fill,
         and the first one there wins.
         """
+        if not self.folder.is_dir():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for parent in (self.folder.parent, self.folder.parent.parent):
+                _sync(parent)
         work = self.folder / f".{self._place(step_count).name}.{uuid.uuid4().hex[:8]}.partial"
-        work.mkdir(parents=True)
+        work.mkdir()
         return work
 
     def complete(self, work: Path, state: CheckpointState) -> Path:
@@ -101,6 +106,11 @@ class Checkpoints:
     def abandon(self, work: Path) -> None:
         """Free the room that an incomplete one takes."""
         _remove(work)
+
+    def sweep(self) -> None:
+        """Remove what a trainer left incomplete that is gone. One that was replaced and still writes has an OSError."""
+        for partial in self.folder.glob(".step-*.partial"):
+            _remove(partial)
 
     def validated(self, step_count: int, value: float) -> None:
         """Note how well the policy did after those steps, where there is a checkpoint of them. Raises OSError."""

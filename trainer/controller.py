@@ -93,8 +93,9 @@ class Controller:
             log.info("stopping", step=self._step)
         await self._save_and_wait()
         self._controls.refuse()
-        if self._built is not None:
-            await self.compute(self._built.leader.stop)
+        built, self._built = self._built, None  # No pulse after this: the other ranks are gone then.
+        if built is not None:
+            await self.compute(built.leader.stop)
 
     async def compute(self, work: Callable[..., T], *args: object) -> T:
         """Run `work` in the one thread that touches the model."""
@@ -148,6 +149,7 @@ class Controller:
             raise Draining from None
 
     async def _load_newest(self, run: sample_buffer_pb2.ConfigureRunResponse) -> None:
+        self._checkpoints.sweep()
         if (found := self._checkpoints.newest()) is not None:
             path, state = found
             await self.compute(self._learner.load, path)
@@ -164,7 +166,11 @@ class Controller:
         self._delivered, self._committed = run.next_batch_step, run.next_commit_step
         self._progress.published(run.policy_version)
         if self._step > self._committed:
-            await self._buffer.commit(self._step - 1, self._last_batch_id)
+            commit = self._buffer.commit(self._step - 1, self._last_batch_id)
+            try:
+                await self._unless(self._controls.until_draining, commit, grace=DRAIN_GRACE_SECONDS)
+            except Interrupted:
+                raise Draining from None
             self._committed = self._step
         log.info(
             "run begins" if run.created else "run goes on",
@@ -310,13 +316,19 @@ class Controller:
             await self._save_and_wait()
         except NotSaved as error:
             self._controls.not_checkpointed(CheckpointFailed(str(error), step_count=self._step))
+            return
+        if path := self._progress.checkpoint_path:
+            self._controls.checkpointed(Path(path), self._step)
         else:
-            self._controls.checkpointed(Path(self._progress.checkpoint_path), self._step)
+            self._controls.not_checkpointed(CheckpointFailed("No step is done yet.", step_count=0))
 
     async def _commit(self, state: CheckpointState, path: Path) -> None:
         """Tell sample_buffer of a durable checkpoint."""
         self._progress.checkpoint_path = str(path)
         self._progress.catch_up()
+        for report in self._progress.validations:
+            if report.step_count == state.step_count:
+                self._value(report)
         commit = self._buffer.commit(state.step_count - 1, state.last_batch_id)
         try:
             await self._unless(self._controls.until_draining, commit, grace=DRAIN_GRACE_SECONDS)

@@ -4,6 +4,7 @@ What is remembered from step to step (the coefficient of the KL penalty, the mom
 belongs into a checkpoint.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -73,7 +74,7 @@ class Judge:
     def restore(self, state: Mapping[str, float]) -> None:
         """Go on from there; a state without a name is of a run that did not need it. A coefficient that is not steered
         is the configuration's."""
-        if self._kl.target:
+        if self._kl.target and math.isfinite(per_trajectory):
             self._kl_coefficient = state.get("kl_coefficient", self._kl_coefficient)
         self._rewards = Moments(
             int(state.get("reward_count", 0)), state.get("reward_mean", 0.0), state.get("reward_square", 0.0)
@@ -104,7 +105,7 @@ class Judge:
         estimate = ESTIMATORS[self._kl.penalty_estimator]
         kl_P = estimate(column(rows, "proximal_logp_P") - column(rows, "reference_logp_P"))
         coefficient, per_trajectory = self._kl_coefficient, float(kl_P.sum()) / len(samples.reward_N)
-        if self._kl.target:
+        if self._kl.target and math.isfinite(per_trajectory):
             self._kl_coefficient = steered(coefficient, per_trajectory, self._kl.target, self._kl.gain)
         return replace(samples, penalty_P=coefficient * kl_P), {
             "kl_charged": float(kl_P.mean()),

@@ -7,6 +7,7 @@ step is ever told twice.
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,7 @@ class Progress:
             elif kind == "validation" and line["step_count"] <= max(step_count, validated_until):
                 self.validations.append(ValidationReport(**line))
         self._try(self._rewrite)
-        self._samples.cut(step_count)
+        self._try(partial(self._samples.cut, step_count))
         known = [report for report in self.validations if report.step_count <= step_count]
         self._early = [report for report in self.validations if report.step_count > step_count]
         history = sorted((report.to_entry() for report in (*self.steps, *known)), key=lambda entry: entry.position)
@@ -232,7 +233,9 @@ class Progress:
         try:
             write()
         except OSError as error:
-            log.error("metrics.jsonl not written", path=str(self._file), cause=str(error), remedy=remedy(error))
+            log.error(
+                "the run's records not written", folder=str(self._file.parent), cause=str(error), remedy=remedy(error)
+            )
             self._behind = True
         else:
             self._behind = False

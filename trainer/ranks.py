@@ -25,16 +25,13 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from trainer.backends import AdapterBackend, Backend, Scorer, Write
+from trainer.backends import WRITE_TIMEOUT, AdapterBackend, Backend, Scorer, Write
 from trainer.checkpoints import sync_tree
 from trainer.disk import os_errors
 from trainer.objective import LossFn
 from trainer.rows import Row, decode, encode
 
 log = structlog.get_logger()
-
-WRITE_TIMEOUT = timedelta(hours=2)
-"""How long ranks wait for each other to have written their parts of a checkpoint."""
 
 PULSE_SECONDS = 10.0
 """While nothing else is announced, rank 0 says that it lives this often."""
@@ -294,14 +291,9 @@ def _save(models: Models, folder: Path, writers: Writers) -> Write:
     for role, place in _places(models, folder).items():
         place.mkdir(exist_ok=True)
         writes.append(models.learners[role].save(place))
-    dice = _dice()
-
-    def write_part() -> None:
-        for each in writes:
-            each()
-        save_file(dice, folder / _dice_file())
-
-    return lambda: writers.together(write_part, lambda: sync_tree(folder))
+    dice, file = _dice(), folder / _dice_file()
+    # Each model's part is collective for itself, so all ranks come to the next one or none does.
+    return lambda: writers.together(*writes, lambda: save_file(dice, file), lambda: sync_tree(folder))
 
 
 def _load(models: Models, folder: Path) -> None:

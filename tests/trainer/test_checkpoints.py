@@ -30,6 +30,18 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
+def test_what_killed_trainers_left_incomplete_is_swept_and_nothing_else(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "checkpoints", run_id="run", keep=2)
+    whole = save(checkpoints, 2)
+    for _ in range(3):
+        (checkpoints.begin(4) / "weights").write_text("half")
+
+    checkpoints.sweep()
+
+    assert names(tmp_path / "checkpoints") == {whole.name}
+    Checkpoints(tmp_path / "never", run_id="run", keep=2).sweep()
+
+
 def test_the_newest_are_kept_and_what_was_never_completed_goes_with_the_older_ones(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, run_id="run", keep=2)
     (tmp_path / ".step-000002.killed.partial").mkdir()

@@ -16,6 +16,7 @@ from rollfarm.run import ModelConfig, RunConfig, TinyModelConfig
 from rollfarm.v1 import sample_buffer_pb2, trajectory_pb2
 from tests.trainer.conftest import ROOT, WORDS, group
 from tests.trainer.judging_rank import learnt
+from trainer.backends.frozen import FrozenScorer
 from trainer.config import TrainerConfig, TrainerRoot
 from trainer.create_model import ensure_model
 from trainer.judging import Judge, Judged
@@ -142,6 +143,19 @@ def test_running_moments_and_a_steered_coefficient_go_on_after_a_restart(model_p
     assert (state["reward_count"], state["reward_mean"]) == (8, 3 / 8)
     # The first batch's KL is 0, so the coefficient falls as fast as it may.
     assert state["kl_coefficient"] == pytest.approx(0.5 * 0.98)
+
+
+def test_a_batch_that_is_not_finite_leaves_the_coefficient_as_it_was(model_path: Path) -> None:
+    learner = learner_of(model_path, kl={"penalty": 0.5, "target": 5.0})
+    reference = learner.leader._models.scorers[Role.REFERENCE]  # pyright: ignore[reportPrivateUsage]
+    assert isinstance(reference, FrozenScorer)
+    for param in reference.model.parameters():
+        param.fill_(torch.nan)
+
+    metrics = learner.learn(BATCH, GROUPS).metrics
+
+    assert metrics["zero_advantage_share"] == 1
+    assert learner.state()["kl_coefficient"] == 0.5
 
 
 # --- the critic ---

@@ -9,6 +9,7 @@ is returned is the same on every rank, unless a method says otherwise.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -18,6 +19,9 @@ from torch import Tensor
 from trainer.backend_config import LoraConfig, OptimizerName
 from trainer.objective import LossFn
 from trainer.rows import Row
+
+WRITE_TIMEOUT = timedelta(hours=2)
+"""How long ranks wait for each other to have written their parts of a checkpoint."""
 
 Write = Callable[[], None]
 """Writes what was copied; may run in another thread while training goes on. Raises OSError where there is no room."""

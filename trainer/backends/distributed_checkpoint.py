@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from rollfarm.config import ConfigError
-from trainer.backends import Write
+from trainer.backends import WRITE_TIMEOUT, Write
 from trainer.backends.passes import rank, world_size
 
 INDEX_FILE = "index.json"
@@ -44,7 +44,7 @@ class DistributedCheckpoint:
 
     def __init__(self) -> None:
         # A group of its own, so that writing in another thread never meets the collectives of training.
-        group = dist.new_group(backend="gloo") if world_size() > 1 else None
+        group = dist.new_group(backend="gloo", timeout=WRITE_TIMEOUT) if world_size() > 1 else None
         self._group = group if isinstance(group, dist.ProcessGroup) else None
         self._host_mesh: DeviceMesh | None = None
 
