@@ -65,7 +65,7 @@ def make(size: Size, folder: Path) -> dict[str, Tensor]:
         shell: Any = Qwen3ForCausalLM(config)
     block = torch.randn(BLOCK).mul_(0.02).to(getattr(torch, size.dtype))
     weights = {name: _filled(parameter.shape, block) for name, parameter in shell.named_parameters()}
-    shell.save_pretrained(folder, state_dict=weights)
+    shell.save_pretrained(folder, state_dict=dict(weights))  # It empties what it is given.
     return weights
 
 
