@@ -119,8 +119,11 @@ async def test_a_second_trainer_takes_the_run_over_at_once_and_the_first_one_end
         run = run.with_run(steps=STEPS)
         first = Process(run, buffer_address, run.proxy_address)
         await first.until_step(3)
+        first.signal(signal.SIGSTOP)  # or it would be done before the second has imported torch
 
         second = Process(run, buffer_address, run.proxy_address)
+        await second.until_step(5)
+        first.signal(signal.SIGCONT)
 
         assert await first.exits() == [EXIT_BAD_CONFIG]
         assert await second.exits() == [0]
