@@ -74,7 +74,7 @@ class Judge:
     def restore(self, state: Mapping[str, float]) -> None:
         """Go on from there; a state without a name is of a run that did not need it. A coefficient that is not steered
         is the configuration's."""
-        if self._kl.target and math.isfinite(per_trajectory):
+        if self._kl.target:
             self._kl_coefficient = state.get("kl_coefficient", self._kl_coefficient)
         self._rewards = Moments(
             int(state.get("reward_count", 0)), state.get("reward_mean", 0.0), state.get("reward_square", 0.0)
