@@ -1,4 +1,4 @@
-"""Every recipe of examples/recipes trains a real farm, as `rollfarm up FARM RECIPE` does."""
+"""Recipes of examples/recipes: all are read, and some train a real farm, as `rollfarm up FARM RECIPE` does."""
 
 import json
 import tomllib
@@ -7,15 +7,16 @@ from typing import Any
 
 import pytest
 
-from rollfarm.run import ModelConfig
 from tests.farm.conftest import CHECKOUT, StartFarm
 from trainer.config import TrainerConfig
-from trainer.create_model import ensure_model
 
 EASY = CHECKOUT / "tests" / "farm" / "easy.toml"
 RECIPES = sorted((CHECKOUT / "examples" / "recipes").glob("*.toml"))
 TAUGHT = "opd"
-"""The recipe that needs a teacher, and learns from nothing else."""
+"""The recipe that needs a teacher."""
+
+PLAYED = ("dapo", "decoupled_ppo", "gspo", "ppo")
+"""One for each way through the trainer: a farm takes half a minute. The others differ in names and settings."""
 
 LR = {"gspo": "3e-2"}
 """Where bounds are so tight that the easy task's five steps need longer ones."""
@@ -30,7 +31,7 @@ def test_a_recipe_is_named_in_the_documents(recipe: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", [path for path in RECIPES if path.stem != TAUGHT], ids=lambda path: path.stem)
+@pytest.mark.parametrize("recipe", [path for path in RECIPES if path.stem in PLAYED], ids=lambda path: path.stem)
 def test_five_steps_of_a_recipe_earn_more(start_farm: StartFarm, recipe: Path):
     flags = ["--trainer.lr", LR.get(recipe.stem, "1e-2")]
     if recipe.stem == "ppo":
@@ -42,21 +43,6 @@ def test_five_steps_of_a_recipe_earn_more(start_farm: StartFarm, recipe: Path):
     rewards = [step["mean_reward"] for step in _steps(farm.run)]
     assert (status, summary["steps"]) == (0, 5)
     assert rewards[-1] > rewards[0] + 0.05
-
-
-@pytest.mark.slow
-def test_five_steps_of_distillation_come_nearer_to_the_teacher(start_farm: StartFarm, tmp_path: Path):
-    (recipe,) = (path for path in RECIPES if path.stem == TAUGHT)
-    model = tomllib.loads(EASY.read_text())["model"]
-    teacher = tmp_path / "teacher"
-    ensure_model(ModelConfig.model_validate({**model, "path": str(teacher), "create": {**model["create"], "seed": 7}}))
-
-    farm = start_farm([EASY, recipe], "--trainer.teacher.path", str(teacher))
-    status, summary = farm.finish(seconds=200)
-
-    gaps = [step["metrics"]["kl_teacher"] for step in _steps(farm.run)]
-    assert (status, summary["steps"]) == (0, 5)
-    assert gaps[-1] < gaps[0]
 
 
 def _steps(run: Path) -> list[dict[str, Any]]:
