@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 COMMANDS = {
     "up": ("rollfarm.up.command", "start, watch and drain a whole farm on this machine"),
+    "train": ("rollfarm.train", "train on records, without a farm: fine-tuning, preferences, distillation"),
     "resume": ("rollfarm.up.resume", "go on with a run that is not finished"),
     "evaluate": ("rollfarm.up.evaluate", "play held-out tasks with a model, without training: pass@k and avg@n"),
     "status": ("rollfarm.status", "one look at a running farm"),

@@ -18,6 +18,7 @@ from trainer.backend_config import (
     check_backend,
 )
 from trainer.evaluation.config import EvaluationConfig
+from trainer.offline.config import OfflineConfig
 from trainer.trackers import config as trackers_config
 from trainer.trackers.config import SamplesConfig, TrackerConfig
 
@@ -242,12 +243,20 @@ class TrainerConfig(Config):
     evaluation: EvaluationConfig = EvaluationConfig()
     """What `rollfarm evaluate` does in place of training."""
 
+    offline: OfflineConfig | None = None
+    """`rollfarm train`: what it trains on in place of a farm's episodes."""
+
     exit_when_finished: bool = False
     """Exit after the last step. Otherwise the trainer goes on answering GetProgress, and serves the final weights to
     engines that restart, until SIGTERM."""
 
     warm_start: WarmStartConfig = WarmStartConfig()
     """Supervised steps first."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether there is anything to ask a reference."""
+        return self.offline.pipeline == "dpo" if self.offline else self.kl.needs_reference
 
     @field_validator("device")
     @classmethod
@@ -283,7 +292,10 @@ class TrainerRoot(Root):
             except ConfigError as error:
                 raise ConfigError(f"trainer.{key}: {error}") from None
         check_backend(self.trainer.backend, self.trainer.optimizer, self.trainer.lora)
-        check_roles(self.trainer.advantage, self.trainer.critic, self.trainer.teacher)
+        if self.trainer.offline is None:
+            check_roles(self.trainer.advantage, self.trainer.critic, self.trainer.teacher)
+        else:
+            self._check_offline(self.trainer.offline)
         warm, kl = self.trainer.warm_start, self.trainer.kl
         if warm.data is not None and warm.steps and kl.needs_reference and not kl.reference:
             raise ConfigError(
@@ -296,3 +308,26 @@ class TrainerRoot(Root):
         trackers_config.check(self.trainer.trackers)
         self.trainer.evaluation.check()
         self.model.check()
+
+    def _check_offline(self, offline: OfflineConfig) -> None:
+        """Raise ConfigError where training on records has not what it needs, or is asked for what it has not."""
+        offline.check()
+        config = self.trainer
+        if offline.pipeline == "distillation" and config.teacher is None:
+            raise ConfigError("trainer.offline.pipeline: 'distillation' needs a teacher. Set trainer.teacher.path.")
+        if offline.pipeline == "distillation" and config.backend == "megatron":
+            raise ConfigError(
+                "trainer.backend: 'megatron' cuts the vocabulary over ranks, and 'distillation' compares all of it. "
+                "Choose 'torch', 'fsdp2' or 'deepspeed'."
+            )
+        unused = {
+            "teacher": config.teacher is not None and offline.pipeline != "distillation",
+            "critic": config.critic is not None,
+            "keep_best": config.keep_best > 0,
+        }
+        for key, is_set in unused.items():
+            if is_set:
+                raise ConfigError(
+                    f"trainer.{key}: training on records with the pipeline {offline.pipeline!r} has no use for it. "
+                    "Remove it."
+                )

@@ -360,7 +360,7 @@ class Controller:
         await self._settled()
         self._value(report)
         overall = {name: value for name, value in report.metrics.items() if "/" not in name}
-        log.info("validated", step=self._step, reward=round(report.mean_reward, 4), **overall)
+        log.info("validated", step=self._step, reward=round(report.mean_reward or 0.0, 4), **overall)
 
     def _validation_due(self) -> bool:
         """Whether the policy is measured after these steps: before the first, and now and then."""
@@ -477,7 +477,7 @@ def _log_step(report: StepReport) -> None:
     log.info(
         "step done",
         step=report.step,
-        reward=round(report.mean_reward, 4),
+        reward=round(report.mean_reward or 0.0, 4),
         **{name: round(report.metrics[name], 4) for name in shown if name in report.metrics},
         wait_s=round(report.wait_seconds, 2),
         train_s=round(report.train_seconds, 2),

@@ -30,6 +30,7 @@ from trainer.ranks import Leader, Role
 from trainer.rows import Row, policy_token_count, rows_of
 from trainer.sample_table import Decoder, Sample, table_of
 from trainer.samples import check_vocabulary, refused, samples_of, was_truncated
+from trainer.schedule import lr_share
 from trainer.vocabulary import vocabulary_of
 from trainer.weights.memory import arena_for
 from trainer.weights.snapshot import Adapter, Opened, Snapshot, Snapshots, read_adapter
@@ -156,11 +157,7 @@ class Learner:
 
     def lr_share(self, step: int) -> float:
         """The learning rate of a step, from 0, as a share of its peak."""
-        config, total = self._config, self._run.steps
-        warmth = min(1.0, (step + 1) / config.lr_warmup_steps) if config.lr_warmup_steps else 1.0
-        done = min(1.0, step / total) if total else 0.0
-        shape = {"constant": 1.0, "linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done))}
-        return warmth * shape[config.lr_schedule]
+        return lr_share(self._config, step, self._run.steps)
 
     def warm_start(self) -> Iterator[float]:
         """Supervised steps, one for each item: its loss. The optimiser is fresh afterwards."""

@@ -38,7 +38,9 @@ class StepReport:
     """What one step measured."""
 
     step: int
-    mean_reward: float
+    mean_reward: float | None
+    """None where nothing was rewarded, as in training on records; so it is of a validation."""
+
     metrics: Mapping[str, float]
     wait_seconds: float
     train_seconds: float
@@ -49,7 +51,7 @@ class StepReport:
 
     def to_entry(self) -> Entry:
         """As trackers are told. What is not of a part of the run or of the batch is the step's."""
-        of_step = {"reward": self.mean_reward, "policy_version": float(self.policy_version), **self.metrics}
+        of_step = {**_rewarded(self), "policy_version": float(self.policy_version), **self.metrics}
         metrics = {name if "/" in name else f"train/{name}": value for name, value in of_step.items()}
         seconds = {f"time/{part}_seconds": getattr(self, f"{part}_seconds") for part in ("wait", "train", "publish")}
         return Entry(self.step + 1, Kind.STEP, self.time, metrics | seconds)
@@ -57,7 +59,7 @@ class StepReport:
     def to_proto(self) -> trainer_pb2.StepMetrics:
         return trainer_pb2.StepMetrics(
             step=self.step,
-            mean_reward=self.mean_reward,
+            mean_reward=self.mean_reward or 0.0,
             metrics=self.metrics,
             wait_duration=times.duration(self.wait_seconds),
             train_duration=times.duration(self.train_seconds),
@@ -70,7 +72,7 @@ class ValidationReport:
     """What one validation measured."""
 
     step_count: int
-    mean_reward: float
+    mean_reward: float | None
     metrics: Mapping[str, float]
     episode_count: int
     policy_version: int
@@ -79,14 +81,14 @@ class ValidationReport:
 
     def to_entry(self) -> Entry:
         """As trackers are told."""
-        measured = {"reward": self.mean_reward, "episodes": float(self.episode_count), **self.metrics}
+        measured = {**_rewarded(self), "episodes": float(self.episode_count), **self.metrics}
         metrics = {f"validation/{name}": value for name, value in measured.items()}
         return Entry(self.step_count, Kind.VALIDATION, self.time, metrics)
 
     def to_proto(self) -> trainer_pb2.Validation:
         return trainer_pb2.Validation(
             step_count=self.step_count,
-            mean_reward=self.mean_reward,
+            mean_reward=self.mean_reward or 0.0,
             metrics=self.metrics,
             episode_count=self.episode_count,
         )
@@ -154,7 +156,8 @@ class Progress:
             if early.step_count == self.step_count:
                 self._tell(early.to_entry())
         STEPS.set(self.step_count)
-        REWARD.set(report.mean_reward)
+        if report.mean_reward is not None:
+            REWARD.set(report.mean_reward)
         for name, value in report.metrics.items():
             LAST.labels(name).set(value)
         for part in ("wait", "train", "publish"):
@@ -167,7 +170,8 @@ class Progress:
         self.validations.append(report)
         self._append(report)
         self._tell(report.to_entry())
-        VALIDATION.set(report.mean_reward)
+        if report.mean_reward is not None:
+            VALIDATION.set(report.mean_reward)
         self.changed.notify()
 
     def _show(self, samples: Sequence[Sample], time: float) -> None:
@@ -239,6 +243,10 @@ class Progress:
             self._behind = True
         else:
             self._behind = False
+
+
+def _rewarded(report: StepReport | ValidationReport) -> dict[str, float]:
+    return {} if report.mean_reward is None else {"reward": report.mean_reward}
 
 
 def _line(report: StepReport | ValidationReport) -> str:

@@ -18,7 +18,7 @@ def vocabulary_of(path: str) -> int:
 def check_vocabularies(model: ModelConfig, config: TrainerConfig) -> None:
     """Raise ConfigError where a model that is asked about the policy's tokens gives them other meanings."""
     asked = {
-        "kl.reference": config.kl.reference if config.kl.needs_reference else "",
+        "kl.reference": config.kl.reference if config.needs_reference else "",
         "teacher.path": config.teacher.path if config.teacher else "",
         "critic.path": config.critic.path if config.critic else "",
     }

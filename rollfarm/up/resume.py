@@ -35,11 +35,13 @@ def main(argv: Sequence[str]) -> int:
         print(USAGE, end="", file=sys.stdout if argv else sys.stderr)
         return 0 if argv else 2
 
+    from rollfarm import train
     from rollfarm.config import ConfigError, exit_bad_config
     from rollfarm.up.command import start
 
     try:
-        return start(arguments(argv), prog=PROG)
+        wanted = arguments(argv)
+        return (train.start if _is_on_records(Path(wanted[0])) else start)(wanted, prog=PROG)
     except ConfigError as error:
         exit_bad_config(PROG, error)
 
@@ -77,11 +79,17 @@ def find(name: str) -> Path:
     raise ConfigError(f"{name}: no such run.{hint} Give its folder, or go to where it was begun.")
 
 
+def _is_on_records(config: Path) -> bool:
+    """Whether `rollfarm train` began the run. Raises ConfigError."""
+    return "offline" in _tables(config).get("trainer", {})
+
+
 def _place(run: Path) -> list[str]:
     """Flags for a run whose folder is not where its configuration says. Raises ConfigError where that does not do."""
     from rollfarm.config import ConfigError
+    from rollfarm.up.folder import CONFIG
 
-    name, folder = _begun_as(run)
+    name, folder = _begun_as(run / CONFIG)
     here = run.resolve()
     if here.name != name:
         raise ConfigError(
@@ -101,17 +109,20 @@ def _place(run: Path) -> list[str]:
     return ["--run.folder", str(here.parent)]
 
 
-def _begun_as(run: Path) -> tuple[str, Path]:
-    """The run's name, and the folder that it was to be in."""
+def _begun_as(config: Path) -> tuple[str, Path]:
+    """The run's name, and the folder that it was to be in. Raises ConfigError."""
+    from rollfarm.run import RunConfig
+
+    table, default = _tables(config).get("run", {}), RunConfig()
+    return str(table.get("name", default.name)), Path(table.get("folder", default.folder))
+
+
+def _tables(config: Path) -> dict[str, Any]:
     import tomllib
 
     from rollfarm.config import ConfigError
-    from rollfarm.run import RunConfig
-    from rollfarm.up.folder import CONFIG
 
     try:
-        table: dict[str, Any] = tomllib.loads((run / CONFIG).read_text()).get("run", {})
+        return tomllib.loads(config.read_text())
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{run / CONFIG}: not valid TOML: {error}. Restore the file.") from None
-    default = RunConfig()
-    return str(table.get("name", default.name)), Path(table.get("folder", default.folder))
+        raise ConfigError(f"{config}: not valid TOML: {error}. Restore the file.") from None

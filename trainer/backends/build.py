@@ -3,6 +3,7 @@
 Backends bring libraries that not everybody has: each is imported where it is asked for.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -43,29 +44,40 @@ def build_models(model: ModelConfig, config: TrainerConfig) -> Models:
     if config.critic is not None:
         learners[Role.CRITIC] = _critic(replace(settings, path=config.critic.path or model.path), config)
     scorers: dict[Role, Scorer] = {}
-    if config.kl.needs_reference:
+    if config.needs_reference:
         scorers[Role.REFERENCE] = _reference(learners[Role.POLICY], settings, config)
-    if config.teacher is not None:
+    if config.teacher is not None and config.offline is None:
         scorers[Role.TEACHER] = _frozen(replace(settings, path=config.teacher.path), config)
     return Models(learners, scorers)
 
 
 def _policy(settings: Settings, config: TrainerConfig) -> Backend:
+    make = _policy_maker(settings, config)
     match config.backend:
         case "torch":
-            return ReplicatedBackend(_logprobs(settings, load_model(settings.path, packing=settings.packing)), settings)
+            return ReplicatedBackend(make(load_model(settings.path, packing=settings.packing)), settings)
         case "fsdp2":
             from trainer.backends.fsdp2 import Fsdp2Backend
 
-            return Fsdp2Backend(partial(_logprobs, settings), settings, config.fsdp2)
+            return Fsdp2Backend(make, settings, config.fsdp2)
         case "deepspeed":
             from trainer.backends.zero import ZeroBackend
 
-            return ZeroBackend(TokenLogprobs, settings, config.deepspeed)
+            return ZeroBackend(make, settings, config.deepspeed)
         case "megatron":
             from trainer.backends.megatron.backend import MegatronBackend
 
             return MegatronBackend(settings, config.megatron)
+
+
+def _policy_maker(settings: Settings, config: TrainerConfig) -> Callable[[PreTrainedModel], TokenLogprobs]:
+    """How a model becomes a policy: on records it may have its teacher beside it."""
+    if config.offline is None or config.teacher is None:
+        return partial(_logprobs, settings)
+    from trainer.backends.distilling import Distilled, load_teacher
+
+    teacher = load_teacher(config.teacher.path, settings)
+    return lambda model: Distilled(_logprobs(settings, model).model, teacher)
 
 
 def _logprobs(settings: Settings, model: PreTrainedModel) -> TokenLogprobs:

@@ -45,7 +45,7 @@ class TokenLogprobs(TokenModel):
         assert head is not None
         return token_logprobs(
             head,
-            _hidden_before(self.model, batch),
+            hidden_before(self.model, batch),
             batch.ids_T[batch.at_P],
             temperature=temperature,
             vocabulary=self.model.config.get_text_config().vocab_size,
@@ -64,7 +64,7 @@ class TokenValues(TokenModel):
 
     def forward(self, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
         del temperature
-        value_P = self.value(_hidden_before(self.model, batch)).float().squeeze(-1)
+        value_P = self.value(hidden_before(self.model, batch)).float().squeeze(-1)
         return value_P, torch.zeros_like(value_P)
 
 
@@ -104,7 +104,7 @@ def _check_head(model: PreTrainedModel) -> None:
         raise ConfigError("model.path: not a causal language model: it has no output head. Choose another.")
 
 
-def _hidden_before(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
+def hidden_before(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
     """[P, H], where each token in the mask is predicted: one position before it, which is in the same row."""
     if not is_packed(model):
         # Rows are padded on the right, so causal attention needs no mask.

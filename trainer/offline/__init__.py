@@ -1,0 +1,1 @@
+"""Training on records, without a farm: supervised fine-tuning, preferences, distillation."""
