@@ -162,7 +162,7 @@ class Leader:
         _load(self._models, folder)
 
     def export(self, folder: Path) -> None:
-        """Write the policy in Hugging Face format."""
+        """Write the policy in Hugging Face format, and have it on disk. Raises OSError."""
         _announce(Command.EXPORT, payload=str(folder).encode())
         self._models.learners[Role.POLICY].export(folder)
 

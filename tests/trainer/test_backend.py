@@ -1,19 +1,25 @@
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from rollfarm.config import ConfigError
 from rollfarm.run import ModelConfig, TinyModelConfig
 from tests.trainer.conftest import WORDS, make_backend, random_rows
+from trainer.algorithms.losses import Metrics
 from trainer.backends import logprobs
+from trainer.backends.passes import Measured
 from trainer.backends.replicated import ReplicatedBackend
 from trainer.config import TrainerConfig
 from trainer.create_model import ensure_model
+from trainer.micro_batches import MicroBatch
 from trainer.objective import policy_objective
 from trainer.rows import Row
 
@@ -49,6 +55,41 @@ def test_log_probabilities_are_those_of_a_hugging_face_forward(
             all_logp = (reference(ids).logits[0, :-1] / temperature).log_softmax(-1)
         expected = all_logp.gather(-1, ids[0, 1:, None])[:, 0].numpy()
         assert logp_P == pytest.approx(expected[row.mask_T[1:]], abs=1e-5)
+
+
+class Reads(TorchDispatchMode):
+    """Counts the tensors that Python reads as one number, for each of which it waits until an accelerator is done."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_nothing_waits_for_the_metrics_of_a_micro_batch(model_path: Path) -> None:
+    rows = random_rows(24)
+
+    def reads(more: int) -> int:
+        def loss_fn(logp_P: Tensor, entropy_P: Tensor, batch: MicroBatch) -> tuple[Tensor, Metrics]:
+            loss, metrics = OBJECTIVE(logp_P, entropy_P, batch)
+            return loss, {**metrics, **{f"more_{index}": loss + index for index in range(more)}}
+
+        backend = make_backend(model_path, 30)
+        with Reads() as counted:
+            backend.train_step(rows, loss_fn, temperature=1.0, norm=OBJECTIVE.norm(rows), lr=1e-2)
+        return counted.count
+
+    assert reads(100) == reads(0)
+
+
+def test_metrics_of_micro_batches_add_up_but_for_maxima() -> None:
+    measured = Measured()
+
+    measured.add({"loss": torch.tensor(0.5), "tokens": torch.tensor(3), "ratio_max": torch.tensor(-2.0)})
+    measured.add({"loss": torch.tensor(0.25), "tokens": torch.tensor(4), "ratio_max": torch.tensor(-1.0)})
+
+    assert measured.totals() == {"loss": 0.75, "tokens": 7.0, "ratio_max": -1.0}
 
 
 def test_micro_batches_do_not_change_the_result(model_path: Path) -> None:

@@ -116,7 +116,8 @@ class Backend(Scorer, Protocol):
         ...
 
     def export(self, folder: Path) -> None:
-        """Write model and tokenizer in Hugging Face format into an existing folder."""
+        """Write model and tokenizer in Hugging Face format into an existing folder, and have them on disk. The ranks
+        wait for rank 0, however long it writes. Raises OSError, on rank 0 alone."""
         ...
 
 

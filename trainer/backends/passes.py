@@ -32,15 +32,15 @@ def backward_pass(
 
     `padded` as TokenModel has it, here and below.
     """
-    totals: dict[str, float] = {}
+    measured = Measured()
     for places in plan(rows, world_size(), token_budget, padded=padded)[rank()]:
         batch = micro_batch(rows, places, device)
         logp_P, entropy_P = forward(batch, temperature)
         loss_sum, metrics = loss_fn(logp_P, entropy_P, batch)
         loss = loss_sum / max(norm, 1e-12)
         backward(loss)
-        accumulate(totals, {"loss": loss.detach(), **metrics})
-    return over_ranks(totals)
+        measured.add({"loss": loss, **metrics})
+    return over_ranks(measured.totals())
 
 
 def score_pass(
@@ -91,14 +91,30 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def accumulate(totals: dict[str, float], metrics: Metrics) -> None:
-    """Add a micro-batch's metrics: sums, and maxima where so named."""
-    for name, value in metrics.items():
-        found = float(value.detach())
-        if name.endswith("_max"):
-            totals[name] = max(totals.get(name, -float("inf")), found)
-        else:
-            totals[name] = totals.get(name, 0.0) + found
+class Measured:
+    """The metrics of micro-batches. They stay on the device, which nobody waits for until the totals are read."""
+
+    def __init__(self) -> None:
+        self._found: list[tuple[tuple[str, ...], Tensor]] = []
+
+    def add(self, metrics: Metrics) -> None:
+        """Of one micro-batch, its "loss" among them."""
+        device = metrics["loss"].device
+        exact = torch.float32 if device.type == "mps" else torch.float64  # which has no float64
+        values = torch.stack([value.detach().to(device, exact) for value in metrics.values()])
+        self._found.append((tuple(metrics), values))
+
+    def totals(self) -> dict[str, float]:
+        """Sums over micro-batches, and maxima where so named."""
+        totals: dict[str, float] = {}
+        values = torch.cat([values for _, values in self._found]).tolist() if self._found else []
+        names = [name for names, _ in self._found for name in names]
+        for name, value in zip(names, values, strict=True):
+            if name.endswith("_max"):
+                totals[name] = max(totals.get(name, -math.inf), value)
+            else:
+                totals[name] = totals.get(name, 0.0) + value
+        return totals
 
 
 def over_ranks(totals: dict[str, float], group: dist.ProcessGroup | None = None) -> dict[str, float]:

@@ -25,11 +25,12 @@ from rollfarm.config import ConfigError
 from trainer.backend_config import MegatronConfig
 from trainer.backends import Settings, Write
 from trainer.backends.distributed_checkpoint import OPTIMIZER_PREFIX, DistributedCheckpoint
+from trainer.backends.exporting import FILE_SIZE, write_on_rank_0
 from trainer.backends.megatron import cpu
 from trainer.backends.megatron.cut_model import CutModel
 from trainer.backends.megatron.weights import Weights
 from trainer.backends.optimizers import Decay, Optimizer
-from trainer.backends.passes import accumulate, is_sound, over_ranks, step_metrics
+from trainer.backends.passes import Measured, is_sound, over_ranks, step_metrics
 from trainer.micro_batches import micro_batch
 from trainer.objective import LossFn
 from trainer.rows import Row
@@ -70,20 +71,20 @@ class MegatronBackend(CutModel):
     def train_step(
         self, rows: Sequence[Row], loss_fn: LossFn, *, temperature: float, norm: float, lr: float
     ) -> dict[str, float]:
-        totals: dict[str, float] = {}
+        measured = Measured()
 
         def lose(logp_P: Tensor, entropy_P: Tensor, places: Sequence[int]) -> Tensor:
             batch = micro_batch(rows, places, self._settings.device)
             loss_sum, metrics = loss_fn(logp_P, entropy_P, batch)
             loss = loss_sum / max(norm, 1e-12)
-            accumulate(totals, {"loss": loss.detach(), **metrics})
+            measured.add({"loss": loss, **metrics})
             return loss
 
         self._sharded.zero_grad_buffer()
         self._passes(rows, lose, temperature=temperature, forward_only=False)
         with cpu.running():
             finalize_model_grads([self._sharded])
-        totals = self._told(totals)
+        totals = self._told(measured.totals())
         grad_norm = self._clip()
         sound = is_sound(totals, grad_norm)
         if sound:
@@ -115,15 +116,17 @@ class MegatronBackend(CutModel):
 
     def export(self, folder: Path) -> None:
         tensors = {name: tensor.to("cpu", copy=True) for name, tensor in self.named_tensors()}
-        if dist.get_rank() > 0:
-            return
         if self._arch.tied:
-            del tensors["lm_head.weight"]
-        save_torch_state_dict(tensors, folder)
-        self._hf_config.dtype = torch.float32
-        self._hf_config.save_pretrained(folder)
-        _generation_config(self._settings.path, self._hf_config).save_pretrained(folder)
-        AutoTokenizer.from_pretrained(self._settings.path).save_pretrained(folder)
+            tensors.pop("lm_head.weight", None)
+
+        def write() -> None:
+            save_torch_state_dict(tensors, folder, max_shard_size=FILE_SIZE)
+            self._hf_config.dtype = torch.float32
+            self._hf_config.save_pretrained(folder)
+            _generation_config(self._settings.path, self._hf_config).save_pretrained(folder)
+            AutoTokenizer.from_pretrained(self._settings.path).save_pretrained(folder)
+
+        write_on_rank_0(folder, write)
 
     def offload(self) -> None:
         if self._settings.device.type != "cpu":
