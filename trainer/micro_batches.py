@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rollfarm.images import PlacedImage
 from trainer.rows import COLUMNS, Row
 
 ATTENTION_TOKENS = 24_576
@@ -66,6 +67,9 @@ class MicroBatch:
     longest: int
     """L."""
 
+    images: Sequence[PlacedImage]
+    """What the policy saw, row by row; offsets are among T."""
+
     @property
     def rows(self) -> int:
         """R."""
@@ -74,16 +78,18 @@ class MicroBatch:
     @property
     def ids_RT(self) -> Tensor:
         """i64[R, L], the rows padded on the right by 0: causal attention never looks there from within."""
-        return self._padded(self.ids_T)
+        return self.padded(self.ids_T)
 
     @property
     def mask_RT(self) -> Tensor:
         """bool[R, L], as `mask_T`."""
-        return self._padded(self.mask_T)
+        return self.padded(self.mask_T)
 
-    def _padded(self, values_T: Tensor) -> Tensor:
+    def padded(self, values_T: Tensor) -> Tensor:
+        """[R, L, ...] of [T, ...]: each row padded on the right by 0."""
         within_RL = torch.arange(self.longest, device=values_T.device) < self.lengths_R[:, None]
-        return values_T.new_zeros(within_RL.shape).masked_scatter(within_RL, values_T)
+        padded_RL = values_T.new_zeros(*within_RL.shape, *values_T.shape[1:])
+        return padded_RL.masked_scatter(within_RL.view(*within_RL.shape, *(1 for _ in values_T.shape[1:])), values_T)
 
 
 def plan(rows: Sequence[Row], world_size: int, token_budget: int, *, padded: bool = False) -> list[list[list[int]]]:
@@ -125,7 +131,12 @@ def micro_batch(rows: Sequence[Row], places: Sequence[int], device: torch.device
         **{name: np.concatenate([getattr(row, name) for row in chosen]) for name in COLUMNS},
     }
     tensors = {name: torch.as_tensor(array, device=device) for name, array in arrays.items()}
-    return MicroBatch(**tensors, longest=int(lengths_R.max()))
+    images = [
+        replace(image, offset=image.offset + start)
+        for row, start in zip(chosen, starts_R.tolist(), strict=True)
+        for image in row.images
+    ]
+    return MicroBatch(**tensors, longest=int(lengths_R.max()), images=images)
 
 
 def _first_fit(lengths: NDArray[np.int64], longest_first: Sequence[int], token_budget: int) -> _Bins:
@@ -197,4 +208,5 @@ def _cost(length: np.int64) -> float:
 
 def _blank(row: Row) -> Row:
     nothing = np.zeros(0, np.float32)
-    return replace(row, ids_T=row.ids_T[:1], mask_T=np.zeros_like(row.mask_T[:1]), **dict.fromkeys(COLUMNS, nothing))
+    mask_T = np.zeros_like(row.mask_T[:1])
+    return replace(row, ids_T=row.ids_T[:1], mask_T=mask_T, images=(), **dict.fromkeys(COLUMNS, nothing))

@@ -7,7 +7,7 @@ Legend: T positions of a row, P those of them that the policy wrote.
 """
 
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
@@ -16,8 +16,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rollfarm import images
 from rollfarm.errors import InvalidTrajectory
-from rollfarm.tokens import unpack_ids, unpack_logprobs, versions_of
+from rollfarm.images import PlacedImage
+from rollfarm.tokens import token_count, unpack_ids, unpack_logprobs, versions_of
 from rollfarm.v1 import trajectory_pb2
 
 Column = Literal[
@@ -68,6 +70,10 @@ class Row:
     oldest_version: int = 0
     """The oldest weights that sampled any of its tokens."""
 
+    images: Sequence[PlacedImage] = ()
+    """What the policy saw, in order, as it was encoded: pixels are made of it where they are needed, for they take a
+    hundred times the room."""
+
     def __post_init__(self) -> None:
         count = int(self.mask_T.sum())
         for name in COLUMNS:
@@ -89,7 +95,8 @@ def rows_of(trajectory: trajectory_pb2.Trajectory) -> list[Row]:
 
     They have no advantages yet. Raises InvalidTrajectory where its arrays do not fit together.
     """
-    rows = [_row(trajectory, segment) for segment in _segments(trajectory)]
+    known: dict[bytes, bytes] = {}
+    rows = [_row(trajectory, segment, known) for segment in _segments(trajectory)]
     return [row for row in rows if row.policy_tokens] or rows[:1]
 
 
@@ -108,7 +115,8 @@ def _segments(trajectory: trajectory_pb2.Trajectory) -> list[list[trajectory_pb2
     return segments
 
 
-def _row(trajectory: trajectory_pb2.Trajectory, turns: Sequence[trajectory_pb2.Turn]) -> Row:
+def _row(trajectory: trajectory_pb2.Trajectory, turns: Sequence[trajectory_pb2.Turn], known: dict[bytes, bytes]) -> Row:
+    """`known` holds the images of the turns before by their SHA-256, and gets those of these."""
     ids = [unpack_ids(turn.token_ids) for turn in turns]
     masks: list[NDArray[np.bool_]] = []
     logprobs: list[NDArray[np.float32]] = []
@@ -132,7 +140,25 @@ def _row(trajectory: trajectory_pb2.Trajectory, turns: Sequence[trajectory_pb2.T
         np.concatenate(masks),
         np.concatenate([np.zeros(0, np.float32), *logprobs]),
         oldest_version=min(versions, default=trajectory.oldest_policy_version),
+        images=_images(trajectory, turns, known),
     )
+
+
+def _images(
+    trajectory: trajectory_pb2.Trajectory, turns: Sequence[trajectory_pb2.Turn], known: dict[bytes, bytes]
+) -> list[PlacedImage]:
+    placed: list[PlacedImage] = []
+    at = 0
+    for turn in turns:
+        count = token_count(turn.token_ids)
+        try:
+            placed += images.place(turn.images, count, known, at=at)
+        except images.BadImage as problem:
+            raise InvalidTrajectory(
+                f"In trajectory {trajectory.trajectory_id} {problem}.", trajectory_id=trajectory.trajectory_id
+            ) from None
+        at += count
+    return placed
 
 
 def _by_policy(turn: trajectory_pb2.Turn) -> bool:
@@ -158,14 +184,20 @@ def policy_token_count(rows: Iterable[Row]) -> int:
 
 
 def encode(rows: Sequence[Row]) -> bytes:
-    """The rows as plain arrays (an .npz archive), for the other ranks."""
+    """The rows as plain arrays (an .npz archive), for the other ranks; an image that several rows see is in it once."""
     buffer = io.BytesIO()
+    seen = [image for row in rows for image in row.images]
+    numbers = {data: number for number, data in enumerate(dict.fromkeys(image.data for image in seen))}
     arrays = {
         "lengths": np.array([len(row) for row in rows], np.int64),
         "counts": np.array([row.policy_tokens for row in rows], np.int64),
         "ids": np.concatenate([row.ids_T for row in rows]),
         "mask": np.concatenate([row.mask_T for row in rows]),
         "oldest_versions": np.array([row.oldest_version for row in rows], np.int64),
+        "image_counts": np.array([len(row.images) for row in rows], np.int64),
+        "images": np.array([_place(image, numbers) for image in seen], np.int64).reshape(-1, 4),
+        "image_sizes": np.array([len(data) for data in numbers], np.int64),
+        "image_data": np.frombuffer(b"".join(numbers), np.uint8),
         **{name: np.concatenate([getattr(row, name) for row in rows]) for name in COLUMNS},
     }
     np.savez(buffer, allow_pickle=False, **arrays)
@@ -176,11 +208,25 @@ def decode(data: bytes) -> list[Row]:
     """The rows that `encode` wrote."""
     with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
         by_position, by_token = np.cumsum(arrays["lengths"])[:-1], np.cumsum(arrays["counts"])[:-1]
+        ends = np.cumsum(arrays["image_sizes"])
+        encoded: list[bytes] = [part.tobytes() for part in np.split(arrays["image_data"], ends)]
+        places: list[tuple[int, int, int, int]] = arrays["images"].tolist()
+        seen = [PlacedImage(encoded[which], _MEDIA_TYPES[kind], at, count) for which, kind, at, count in places]
+        last = np.cumsum(arrays["image_counts"]).tolist()
         per_row = zip(
             np.split(arrays["ids"], by_position),
             np.split(arrays["mask"], by_position),
             *(np.split(arrays[name], by_token) for name in COLUMNS),
             arrays["oldest_versions"].tolist(),
+            [seen[end - count : end] for end, count in zip(last, arrays["image_counts"].tolist(), strict=True)],
             strict=True,
         )
         return [Row(*parts) for parts in per_row]
+
+
+_MEDIA_TYPES = tuple(images.MEDIA_TYPES)
+
+
+def _place(image: PlacedImage, numbers: Mapping[bytes, int]) -> tuple[int, int, int, int]:
+    """Which image it is, of which kind, and where."""
+    return numbers[image.data], _MEDIA_TYPES.index(image.media_type), image.offset, image.count

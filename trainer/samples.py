@@ -5,7 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from rollfarm import images
 from rollfarm.config import ConfigError
+from rollfarm.images import ImageTokens
 from rollfarm.tokens import token_count, unpack_ids, unpack_logprobs
 from rollfarm.v1 import sample_buffer_pb2, trajectory_pb2
 from trainer.algorithms.samples import Samples
@@ -59,6 +61,34 @@ def check_vocabulary(groups: Sequence[sample_buffer_pb2.Group], vocabulary: int)
                         f"trainer's {vocabulary}. Give engines, env_managers and trainer the same model; the batch is "
                         "kept."
                     )
+
+
+def check_images(groups: Sequence[sample_buffer_pb2.Group], path: str) -> None:
+    """Raise ConfigError for an image of which the trainer's model, at `path`, would not make the tokens that stand for
+    it."""
+    for group in groups:
+        for trajectory in group.trajectories:
+            known: dict[bytes, bytes] = {}
+            for turn in trajectory.turns:
+                if turn.images and (problem := _image_problem(turn, known, images.load(path))):
+                    raise ConfigError(
+                        f"model.path: in trajectory {trajectory.trajectory_id} of group {group.group_id} {problem}. "
+                        "Give engines, env_managers and trainer the same model; the batch is kept."
+                    )
+
+
+def _image_problem(turn: trajectory_pb2.Turn, known: dict[bytes, bytes], eyes: ImageTokens | None) -> str:
+    """Empty where all is well."""
+    if eyes is None:
+        return "the policy saw an image, and the trainer's model takes none"
+    try:
+        for image in images.place(turn.images, token_count(turn.token_ids), known):
+            made = eyes.count(image.data, image.media_type)
+            if made != image.count:
+                return f"an image stands for {image.count} tokens, and the trainer's model makes {made} of it"
+    except images.BadImage as problem:
+        return str(problem)
+    return ""
 
 
 def was_truncated(trajectory: trajectory_pb2.Trajectory) -> bool:

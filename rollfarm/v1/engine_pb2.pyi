@@ -77,7 +77,7 @@ class Generation(_message.Message):
 
     @_builtins.property
     def images(self) -> _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.ImagePart]:
-        """Images in the prompt, by token_offset. Reserved: engines refuse them yet."""
+        """Images in the prompt, by token_offset. An engine that takes none refuses the request: INVALID_ARGUMENT."""
 
     def __init__(
         self,

@@ -41,7 +41,7 @@ class Message(_message.Message):
     """Set with tool_call_id: the tool's name."""
     @_builtins.property
     def images(self) -> _containers.RepeatedCompositeFieldContainer[_trajectory_pb2.ImagePart]:
-        """Images, in order. Reserved: env_manager refuses them yet."""
+        """Images, in order, shown before the text. Only of what is no tool's result; tokens are env_manager's to count."""
 
     def __init__(
         self,

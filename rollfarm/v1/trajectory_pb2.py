@@ -26,7 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1crollfarm/v1/trajectory.proto\x12\x0brollfarm.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"_\n\x04Task\x12\x0e\n\x06\x64omain\x18\x01 \x01(\t\x12\x13\n\x0b\x65nvironment\x18\x02 \x01(\t\x12\r\n\x05index\x18\x03 \x01(\x03\x12\x0c\n\x04seed\x18\x04 \x01(\x03\x12\x15\n\rsettings_json\x18\x05 \x01(\t\"\x9b\x01\n\x08Sampling\x12\x12\n\nmax_tokens\x18\x01 \x01(\x05\x12\x13\n\x0btemperature\x18\x02 \x01(\x01\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05top_k\x18\x04 \x01(\x05\x12\x16\n\x0estop_token_ids\x18\x05 \x03(\x05\x12\x11\n\x04seed\x18\x06 \x01(\x03H\x00\x88\x01\x01\x12\x14\n\x0ctop_logprobs\x18\x07 \x01(\x05\x42\x07\n\x05_seed\":\n\x0bVersionSpan\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\x13\n\x0btoken_count\x18\x02 \x01(\x05\"X\n\tImagePart\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x12\n\nmedia_type\x18\x02 \x01(\t\x12\x14\n\x0ctoken_offset\x18\x03 \x01(\x05\x12\x13\n\x0btoken_count\x18\x04 \x01(\x05\"A\n\x0bTopLogprobs\x12\r\n\x05width\x18\x01 \x01(\x05\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x10\n\x08logprobs\x18\x03 \x01(\x0c\"\xae\x04\n\x04Turn\x12#\n\x06\x61uthor\x18\x01 \x01(\x0e\x32\x13.rollfarm.v1.Author\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x10\n\x08logprobs\x18\x03 \x01(\x0c\x12/\n\rversion_spans\x18\x04 \x03(\x0b\x32\x18.rollfarm.v1.VersionSpan\x12\x30\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x19.rollfarm.v1.FinishReason\x12\x18\n\x0bstep_reward\x18\x06 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\nstate_hash\x18\x07 \x01(\t\x12\x11\n\tengine_id\x18\x08 \x01(\t\x12\x16\n\x0e\x65nvironment_id\x18\t \x01(\t\x12\x31\n\x0equeue_duration\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x34\n\x11generate_duration\x18\x0b \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x37\n\x14\x65nvironment_duration\x18\x0c \x01(\x0b\x32\x19.google.protobuf.Duration\x12&\n\x06images\x18\r \x03(\x0b\x32\x16.rollfarm.v1.ImagePart\x12.\n\x0ctop_logprobs\x18\x0e \x01(\x0b\x32\x18.rollfarm.v1.TopLogprobs\x12\x16\n\x0e\x62\x65gins_segment\x18\x0f \x01(\x08\x42\x0e\n\x0c_step_reward\"I\n\nRewardPart\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01\x12\x0e\n\x06weight\x18\x03 \x01(\x01\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\"\xcf\x04\n\nTrajectory\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x10\n\x08group_id\x18\x03 \x01(\t\x12\x0e\n\x06member\x18\x04 \x01(\x05\x12\x1f\n\x04task\x18\x05 \x01(\x0b\x32\x11.rollfarm.v1.Task\x12 \n\x05turns\x18\x06 \x03(\x0b\x32\x11.rollfarm.v1.Turn\x12%\n\x07outcome\x18\x07 \x01(\x0e\x32\x14.rollfarm.v1.Outcome\x12\x16\n\x0eoutcome_detail\x18\x08 \x01(\t\x12\x13\n\x06reward\x18\t \x01(\x01H\x00\x88\x01\x01\x12-\n\x0creward_parts\x18\n \x03(\x0b\x32\x17.rollfarm.v1.RewardPart\x12\x1c\n\x14lease_policy_version\x18\x0b \x01(\x03\x12\x1d\n\x15oldest_policy_version\x18\x0c \x01(\x03\x12\x35\n\x07metrics\x18\r \x03(\x0b\x32$.rollfarm.v1.Trajectory.MetricsEntry\x12/\n\x0b\x63reate_time\x18\x0e \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12+\n\x08\x64uration\x18\x0f \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x11\n\tworker_id\x18\x10 \x01(\t\x12\x12\n\nturn_texts\x18\x11 \x03(\t\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\t\n\x07_reward\"\x9f\x01\n\x07\x46\x61ilure\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x34\n\x08metadata\x18\x04 \x03(\x0b\x32\".rollfarm.v1.Failure.MetadataEntry\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"i\n\nScoredTurn\x12#\n\x06\x61uthor\x18\x01 \x01(\x0e\x32\x13.rollfarm.v1.Author\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x18\n\x0bstep_reward\x18\x03 \x01(\x01H\x00\x88\x01\x01\x42\x0e\n\x0c_step_reward*^\n\x06\x41uthor\x12\x16\n\x12\x41UTHOR_UNSPECIFIED\x10\x00\x12\x11\n\rAUTHOR_SYSTEM\x10\x01\x12\x16\n\x12\x41UTHOR_ENVIRONMENT\x10\x02\x12\x11\n\rAUTHOR_POLICY\x10\x03*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03*\xbb\x01\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x0e\n\nOUTCOME_OK\x10\x01\x12\x15\n\x11OUTCOME_TRUNCATED\x10\x02\x12\x16\n\x12OUTCOME_ENV_FAILED\x10\x03\x12\x19\n\x15OUTCOME_REWARD_FAILED\x10\x04\x12\x13\n\x0fOUTCOME_ABORTED\x10\x05\x12\x11\n\rOUTCOME_STALE\x10\x06\x12\x15\n\x11OUTCOME_CANCELLED\x10\x07*\x9c\x01\n\x0cSandboxLevel\x12\x1d\n\x19SANDBOX_LEVEL_UNSPECIFIED\x10\x00\x12\x1c\n\x18SANDBOX_LEVEL_BUBBLEWRAP\x10\x01\x12\x1a\n\x16SANDBOX_LEVEL_LANDLOCK\x10\x02\x12\x18\n\x14SANDBOX_LEVEL_DOCKER\x10\x03\x12\x19\n\x15SANDBOX_LEVEL_REFUSED\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1crollfarm/v1/trajectory.proto\x12\x0brollfarm.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"_\n\x04Task\x12\x0e\n\x06\x64omain\x18\x01 \x01(\t\x12\x13\n\x0b\x65nvironment\x18\x02 \x01(\t\x12\r\n\x05index\x18\x03 \x01(\x03\x12\x0c\n\x04seed\x18\x04 \x01(\x03\x12\x15\n\rsettings_json\x18\x05 \x01(\t\"\x9b\x01\n\x08Sampling\x12\x12\n\nmax_tokens\x18\x01 \x01(\x05\x12\x13\n\x0btemperature\x18\x02 \x01(\x01\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05top_k\x18\x04 \x01(\x05\x12\x16\n\x0estop_token_ids\x18\x05 \x03(\x05\x12\x11\n\x04seed\x18\x06 \x01(\x03H\x00\x88\x01\x01\x12\x14\n\x0ctop_logprobs\x18\x07 \x01(\x05\x42\x07\n\x05_seed\":\n\x0bVersionSpan\x12\x16\n\x0epolicy_version\x18\x01 \x01(\x03\x12\x13\n\x0btoken_count\x18\x02 \x01(\x05\"h\n\tImagePart\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x12\n\nmedia_type\x18\x02 \x01(\t\x12\x14\n\x0ctoken_offset\x18\x03 \x01(\x05\x12\x13\n\x0btoken_count\x18\x04 \x01(\x05\x12\x0e\n\x06sha256\x18\x05 \x01(\x0c\"A\n\x0bTopLogprobs\x12\r\n\x05width\x18\x01 \x01(\x05\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x10\n\x08logprobs\x18\x03 \x01(\x0c\"\xae\x04\n\x04Turn\x12#\n\x06\x61uthor\x18\x01 \x01(\x0e\x32\x13.rollfarm.v1.Author\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x10\n\x08logprobs\x18\x03 \x01(\x0c\x12/\n\rversion_spans\x18\x04 \x03(\x0b\x32\x18.rollfarm.v1.VersionSpan\x12\x30\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x19.rollfarm.v1.FinishReason\x12\x18\n\x0bstep_reward\x18\x06 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\nstate_hash\x18\x07 \x01(\t\x12\x11\n\tengine_id\x18\x08 \x01(\t\x12\x16\n\x0e\x65nvironment_id\x18\t \x01(\t\x12\x31\n\x0equeue_duration\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x34\n\x11generate_duration\x18\x0b \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x37\n\x14\x65nvironment_duration\x18\x0c \x01(\x0b\x32\x19.google.protobuf.Duration\x12&\n\x06images\x18\r \x03(\x0b\x32\x16.rollfarm.v1.ImagePart\x12.\n\x0ctop_logprobs\x18\x0e \x01(\x0b\x32\x18.rollfarm.v1.TopLogprobs\x12\x16\n\x0e\x62\x65gins_segment\x18\x0f \x01(\x08\x42\x0e\n\x0c_step_reward\"I\n\nRewardPart\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01\x12\x0e\n\x06weight\x18\x03 \x01(\x01\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\"\xcf\x04\n\nTrajectory\x12\x15\n\rtrajectory_id\x18\x01 \x01(\t\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x10\n\x08group_id\x18\x03 \x01(\t\x12\x0e\n\x06member\x18\x04 \x01(\x05\x12\x1f\n\x04task\x18\x05 \x01(\x0b\x32\x11.rollfarm.v1.Task\x12 \n\x05turns\x18\x06 \x03(\x0b\x32\x11.rollfarm.v1.Turn\x12%\n\x07outcome\x18\x07 \x01(\x0e\x32\x14.rollfarm.v1.Outcome\x12\x16\n\x0eoutcome_detail\x18\x08 \x01(\t\x12\x13\n\x06reward\x18\t \x01(\x01H\x00\x88\x01\x01\x12-\n\x0creward_parts\x18\n \x03(\x0b\x32\x17.rollfarm.v1.RewardPart\x12\x1c\n\x14lease_policy_version\x18\x0b \x01(\x03\x12\x1d\n\x15oldest_policy_version\x18\x0c \x01(\x03\x12\x35\n\x07metrics\x18\r \x03(\x0b\x32$.rollfarm.v1.Trajectory.MetricsEntry\x12/\n\x0b\x63reate_time\x18\x0e \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12+\n\x08\x64uration\x18\x0f \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x11\n\tworker_id\x18\x10 \x01(\t\x12\x12\n\nturn_texts\x18\x11 \x03(\t\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\t\n\x07_reward\"\x9f\x01\n\x07\x46\x61ilure\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x34\n\x08metadata\x18\x04 \x03(\x0b\x32\".rollfarm.v1.Failure.MetadataEntry\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"i\n\nScoredTurn\x12#\n\x06\x61uthor\x18\x01 \x01(\x0e\x32\x13.rollfarm.v1.Author\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x18\n\x0bstep_reward\x18\x03 \x01(\x01H\x00\x88\x01\x01\x42\x0e\n\x0c_step_reward*^\n\x06\x41uthor\x12\x16\n\x12\x41UTHOR_UNSPECIFIED\x10\x00\x12\x11\n\rAUTHOR_SYSTEM\x10\x01\x12\x16\n\x12\x41UTHOR_ENVIRONMENT\x10\x02\x12\x11\n\rAUTHOR_POLICY\x10\x03*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03*\xbb\x01\n\x07Outcome\x12\x17\n\x13OUTCOME_UNSPECIFIED\x10\x00\x12\x0e\n\nOUTCOME_OK\x10\x01\x12\x15\n\x11OUTCOME_TRUNCATED\x10\x02\x12\x16\n\x12OUTCOME_ENV_FAILED\x10\x03\x12\x19\n\x15OUTCOME_REWARD_FAILED\x10\x04\x12\x13\n\x0fOUTCOME_ABORTED\x10\x05\x12\x11\n\rOUTCOME_STALE\x10\x06\x12\x15\n\x11OUTCOME_CANCELLED\x10\x07*\x9c\x01\n\x0cSandboxLevel\x12\x1d\n\x19SANDBOX_LEVEL_UNSPECIFIED\x10\x00\x12\x1c\n\x18SANDBOX_LEVEL_BUBBLEWRAP\x10\x01\x12\x1a\n\x16SANDBOX_LEVEL_LANDLOCK\x10\x02\x12\x18\n\x14SANDBOX_LEVEL_DOCKER\x10\x03\x12\x19\n\x15SANDBOX_LEVEL_REFUSED\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,14 +37,14 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TRAJECTORY_METRICSENTRY']._serialized_options = b'8\001'
   _globals['_FAILURE_METADATAENTRY']._loaded_options = None
   _globals['_FAILURE_METADATAENTRY']._serialized_options = b'8\001'
-  _globals['_AUTHOR']._serialized_start=2081
-  _globals['_AUTHOR']._serialized_end=2175
-  _globals['_FINISHREASON']._serialized_start=2177
-  _globals['_FINISHREASON']._serialized_end=2297
-  _globals['_OUTCOME']._serialized_start=2300
-  _globals['_OUTCOME']._serialized_end=2487
-  _globals['_SANDBOXLEVEL']._serialized_start=2490
-  _globals['_SANDBOXLEVEL']._serialized_end=2646
+  _globals['_AUTHOR']._serialized_start=2097
+  _globals['_AUTHOR']._serialized_end=2191
+  _globals['_FINISHREASON']._serialized_start=2193
+  _globals['_FINISHREASON']._serialized_end=2313
+  _globals['_OUTCOME']._serialized_start=2316
+  _globals['_OUTCOME']._serialized_end=2503
+  _globals['_SANDBOXLEVEL']._serialized_start=2506
+  _globals['_SANDBOXLEVEL']._serialized_end=2662
   _globals['_TASK']._serialized_start=110
   _globals['_TASK']._serialized_end=205
   _globals['_SAMPLING']._serialized_start=208
@@ -52,21 +52,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_VERSIONSPAN']._serialized_start=365
   _globals['_VERSIONSPAN']._serialized_end=423
   _globals['_IMAGEPART']._serialized_start=425
-  _globals['_IMAGEPART']._serialized_end=513
-  _globals['_TOPLOGPROBS']._serialized_start=515
-  _globals['_TOPLOGPROBS']._serialized_end=580
-  _globals['_TURN']._serialized_start=583
-  _globals['_TURN']._serialized_end=1141
-  _globals['_REWARDPART']._serialized_start=1143
-  _globals['_REWARDPART']._serialized_end=1216
-  _globals['_TRAJECTORY']._serialized_start=1219
-  _globals['_TRAJECTORY']._serialized_end=1810
-  _globals['_TRAJECTORY_METRICSENTRY']._serialized_start=1753
-  _globals['_TRAJECTORY_METRICSENTRY']._serialized_end=1799
-  _globals['_FAILURE']._serialized_start=1813
-  _globals['_FAILURE']._serialized_end=1972
-  _globals['_FAILURE_METADATAENTRY']._serialized_start=1925
-  _globals['_FAILURE_METADATAENTRY']._serialized_end=1972
-  _globals['_SCOREDTURN']._serialized_start=1974
-  _globals['_SCOREDTURN']._serialized_end=2079
+  _globals['_IMAGEPART']._serialized_end=529
+  _globals['_TOPLOGPROBS']._serialized_start=531
+  _globals['_TOPLOGPROBS']._serialized_end=596
+  _globals['_TURN']._serialized_start=599
+  _globals['_TURN']._serialized_end=1157
+  _globals['_REWARDPART']._serialized_start=1159
+  _globals['_REWARDPART']._serialized_end=1232
+  _globals['_TRAJECTORY']._serialized_start=1235
+  _globals['_TRAJECTORY']._serialized_end=1826
+  _globals['_TRAJECTORY_METRICSENTRY']._serialized_start=1769
+  _globals['_TRAJECTORY_METRICSENTRY']._serialized_end=1815
+  _globals['_FAILURE']._serialized_start=1829
+  _globals['_FAILURE']._serialized_end=1988
+  _globals['_FAILURE_METADATAENTRY']._serialized_start=1941
+  _globals['_FAILURE_METADATAENTRY']._serialized_end=1988
+  _globals['_SCOREDTURN']._serialized_start=1990
+  _globals['_SCOREDTURN']._serialized_end=2095
 # @@protoc_insertion_point(module_scope)

@@ -273,14 +273,17 @@ class ImagePart(_message.Message):
     MEDIA_TYPE_FIELD_NUMBER: _builtins.int
     TOKEN_OFFSET_FIELD_NUMBER: _builtins.int
     TOKEN_COUNT_FIELD_NUMBER: _builtins.int
+    SHA256_FIELD_NUMBER: _builtins.int
     data: _builtins.bytes
-    """Encoded bytes."""
+    """Encoded bytes. Empty where an image before it, in the same trajectory or the same prompt, has the same sha256."""
     media_type: _builtins.str
-    """For example "image/png"."""
+    """"image/png" or "image/jpeg"."""
     token_offset: _builtins.int
-    """Position in the turn's token_ids where the image's placeholder tokens begin."""
+    """Position in the turn's token_ids, or the prompt's, where the image's placeholder tokens begin."""
     token_count: _builtins.int
     """Placeholder tokens that stand for the image."""
+    sha256: _builtins.bytes
+    """SHA-256 of the encoded bytes, 32 bytes. An environment may leave it empty."""
     def __init__(
         self,
         *,
@@ -288,10 +291,11 @@ class ImagePart(_message.Message):
         media_type: _builtins.str = ...,
         token_offset: _builtins.int = ...,
         token_count: _builtins.int = ...,
+        sha256: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "media_type", b"media_type", "token_count", b"token_count", "token_offset", b"token_offset"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "media_type", b"media_type", "sha256", b"sha256", "token_count", b"token_count", "token_offset", b"token_offset"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -389,7 +393,7 @@ class Turn(_message.Message):
 
     @_builtins.property
     def images(self) -> _containers.RepeatedCompositeFieldContainer[Global___ImagePart]:
-        """Images in the turn, by token_offset. Reserved: nothing fills it yet."""
+        """Images in the turn, by token_offset. Empty where the policy wrote it."""
 
     @_builtins.property
     def top_logprobs(self) -> Global___TopLogprobs:

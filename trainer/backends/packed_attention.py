@@ -44,7 +44,9 @@ def pack(model: PreTrainedModel) -> bool:
     if (reason := why_not(model)) is not None:
         log.warning("rows are padded", model=type(model).__name__, reason=reason)
         return False
-    model.set_attn_implementation(NAME)
+    # A vision tower's attention is not causal, and cuts its own images apart.
+    has_tower = hasattr(model.config, "vision_config")
+    model.set_attn_implementation({"text_config": NAME, "vision_config": "sdpa"} if has_tower else NAME)
     return True
 
 

@@ -6,12 +6,20 @@ attention can be told where they end, and padded where it cannot: the numbers ar
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import logging
 
+from rollfarm import images
 from rollfarm.config import ConfigError
 from trainer.backends.logprobs import token_logprobs
 from trainer.backends.packed_attention import is_packed, lengths_for, pack
+from trainer.backends.vision import decoder_inputs, decoder_of, eyes_of
 from trainer.micro_batches import MicroBatch
 
 
@@ -69,11 +77,12 @@ class TokenValues(TokenModel):
 
 
 def load_model(path: str, *, packing: bool = True) -> PreTrainedModel:
-    """The causal language model of a folder or of the hub, in float32; with `packing` it takes rows end to end if it
-    can. Raises ConfigError."""
+    """The language model of a folder or of the hub, with its vision tower where it has one, in float32; with `packing`
+    it takes rows end to end if it can. Raises ConfigError."""
     logging.disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
+        auto = _auto_class(AutoConfig.from_pretrained(path))
+        model = auto.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path: {path!r} cannot be loaded: {error}") from None
     if packing:
@@ -86,12 +95,16 @@ def empty_model(path: str, *, packing: bool = True) -> PreTrainedModel:
     try:
         config = AutoConfig.from_pretrained(path)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+            model = _auto_class(config).from_config(config, dtype=torch.float32, attn_implementation="sdpa")
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path: {path!r} cannot be loaded: {error}") from None
     if packing:
         pack(model)
     return model
+
+
+def _auto_class(config: PreTrainedConfig) -> type[AutoModelForCausalLM | AutoModelForImageTextToText]:
+    return AutoModelForImageTextToText if config.model_type in images.MODEL_TYPES else AutoModelForCausalLM
 
 
 def _check_head(model: PreTrainedModel) -> None:
@@ -105,15 +118,19 @@ def _check_head(model: PreTrainedModel) -> None:
 
 
 def hidden_before(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
-    """[P, H], where each token in the mask is predicted: one position before it, which is in the same row."""
-    if not is_packed(model):
+    """[P, H], where each token in the mask is predicted: one position before it, which is in the same row. Raises
+    ConfigError where the policy saw images, and the model takes none."""
+    packed, eyes = is_packed(model), eyes_of(model)
+    lengths = lengths_for(batch.lengths_R, batch.longest) if packed else {}
+    if eyes is not None:
+        inputs = decoder_inputs(model, eyes, batch, packed=packed)
+        hidden = decoder_of(model)(**inputs, use_cache=False, **lengths).last_hidden_state
+    elif batch.images:
+        raise ConfigError(f"model.path: the policy saw images, and {type(model).__name__} takes none. Choose another.")
+    elif packed:
+        ids, places = batch.ids_T[None], batch.position_T[None]
+        hidden = model.base_model(input_ids=ids, position_ids=places, use_cache=False, **lengths).last_hidden_state
+    else:
         # Rows are padded on the right, so causal attention needs no mask.
-        hidden_RLH = model.base_model(input_ids=batch.ids_RT, use_cache=False).last_hidden_state
-        return hidden_RLH[batch.row_P, batch.position_T[batch.at_P] - 1]
-    hidden_1TH = model.base_model(
-        input_ids=batch.ids_T[None],
-        position_ids=batch.position_T[None],
-        use_cache=False,
-        **lengths_for(batch.lengths_R, batch.longest),
-    ).last_hidden_state
-    return hidden_1TH[0, batch.at_P - 1]
+        hidden = model.base_model(input_ids=batch.ids_RT, use_cache=False).last_hidden_state
+    return hidden[0, batch.at_P - 1] if packed else hidden[batch.row_P, batch.position_T[batch.at_P] - 1]
