@@ -4,6 +4,7 @@ import asyncio
 import sys
 
 from rollfarm.config import ConfigError, exit_bad_config, load_or_exit
+from rollfarm.imports import importing
 from trainer.config import TrainerRoot
 
 PROG = "python -m trainer"
@@ -12,8 +13,9 @@ PROG = "python -m trainer"
 def main(argv: list[str]) -> None:
     root = load_or_exit(TrainerRoot, argv, prog=PROG)
     # Imported late: torch takes seconds, and --help and a wrong key need none of it.
-    from rollfarm import service, telemetry
-    from trainer import wiring
+    with importing():
+        from rollfarm import service, telemetry
+        from trainer import wiring
 
     try:
         wiring.check(root)

@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 
 from rollfarm.config import ConfigError, exit_bad_config, load_or_exit
+from rollfarm.imports import end_without_looks, importing
 from rollfarm.run import RECIPE, ModelConfig, TinyModelConfig
 from trainer.config import TrainerRoot
 
@@ -62,12 +63,15 @@ def _move_in(work: Path, path: Path) -> None:
 
 
 def _write(folder: Path, create: TinyModelConfig) -> None:
-    import torch
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import WhitespaceSplit
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-    from transformers.utils import logging
+    with importing():
+        import torch
+        from tokenizers import Tokenizer
+        from tokenizers.models import WordLevel
+        from tokenizers.pre_tokenizers import WhitespaceSplit
+        from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+        from transformers.utils import logging
+
+        from trainer.backends.unwrapped import unwrapped
 
     logging.disable_progress_bar()
     special = [PAD, UNKNOWN, END, *(f"<{role}>" for role in ROLES)]
@@ -103,7 +107,8 @@ def _write(folder: Path, create: TinyModelConfig) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(create.seed)
         model = Qwen3ForCausalLM(config)
-    model.save_pretrained(folder)
+    with unwrapped():
+        model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     (folder / RECIPE).write_text(create.model_dump_json())
 
@@ -115,6 +120,7 @@ def main(argv: list[str]) -> int:
     except ConfigError as error:
         exit_bad_config(PROG, error)
     print(f"{root.model.path}: {'made' if made else 'already there'}")
+    end_without_looks()
     return 0
 
 

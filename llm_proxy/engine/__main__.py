@@ -5,6 +5,7 @@ import sys
 from llm_proxy.engine.config import EngineRoot, refuse_unmade
 from rollfarm import service
 from rollfarm.config import ConfigError, exit_bad_config, load_or_exit
+from rollfarm.imports import importing
 from rollfarm.telemetry import start_telemetry
 
 PROG = "python -m llm_proxy.engine"
@@ -22,11 +23,12 @@ def main() -> None:
 
 async def serve(root: EngineRoot) -> None:
     """Start the engine, and serve it until it or the process is told to end."""
-    from llm_proxy.engine import adapters, metrics
-    from llm_proxy.engine.server import SERVICE, EngineServicer
-    from rollfarm.v1 import engine_pb2_grpc
+    with importing():
+        from llm_proxy.engine import adapters, metrics
+        from llm_proxy.engine.server import SERVICE, EngineServicer
+        from rollfarm.v1 import engine_pb2_grpc
 
-    adapter = adapters.make(root)
+        adapter = adapters.make(root)
     server = EngineServicer(adapter)
     try:
         await adapter.start(server.deliver)

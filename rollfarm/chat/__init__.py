@@ -12,6 +12,7 @@ from functools import cached_property, lru_cache
 from typing import Any, Protocol
 
 from rollfarm.config import ConfigError
+from rollfarm.imports import importing
 
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
@@ -43,7 +44,7 @@ class Tokenizer(Protocol):
 
 def load(path: str) -> tuple[Any, int]:
     """The tokenizer of the model at `path`, and the model's context in tokens. Raises ConfigError with the remedy."""
-    with without_torch():
+    with without_torch(), importing():
         from transformers import AutoConfig, AutoTokenizer
     try:
         tokenizer = AutoTokenizer.from_pretrained(path)

@@ -41,6 +41,24 @@ def test_a_model_is_made_once_and_alike_for_a_seed(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "first"]
 
 
+NEEDED = """
+import sys
+from rollfarm.run import ModelConfig, TinyModelConfig
+from trainer.create_model import ensure_model
+
+ensure_model(ModelConfig(path=sys.argv[1], create=TinyModelConfig(words="left", hidden_size=16, layers=1)))
+print(*({"transformers", "deepspeed"} & set(sys.modules)))
+"""
+
+
+@pytest.mark.slow
+def test_a_model_is_saved_without_deepspeed_which_takes_long_to_import(tmp_path: Path) -> None:
+    argv = [sys.executable, "-c", NEEDED, str(tmp_path / "model")]
+    made = subprocess.run(argv, capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[2])
+
+    assert made.stdout.split() == ["transformers"]
+
+
 def test_a_model_made_from_other_settings_is_not_used_in_silence(tmp_path: Path) -> None:
     path = str(tmp_path / "model")
     ensure_model(ModelConfig(path=path, create=CREATE))

@@ -9,6 +9,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from trainer.backends.alone import on_rank_0
 from trainer.backends.passes import rank
+from trainer.backends.unwrapped import unwrapped
 from trainer.checkpoints import sync_tree
 from trainer.disk import os_errors
 
@@ -31,7 +32,8 @@ def export_model(
         with torch.device("meta"):
             shell = type(model)(model.config)
         shell.generation_config = model.generation_config
-        shell.save_pretrained(folder, state_dict=whole, max_shard_size=FILE_SIZE)
+        with unwrapped():
+            shell.save_pretrained(folder, state_dict=whole, max_shard_size=FILE_SIZE)
         AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
 
     write_on_rank_0(folder, write)
