@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 from google.protobuf.message import DecodeError
 
+from rollfarm import images
 from rollfarm.errors import InvalidArgument, InvalidTrajectory, RunMismatch, TrajectoryTooLarge
 from rollfarm.tokens import LOGPROB
 from rollfarm.v1 import sample_buffer_pb2, trajectory_pb2
@@ -118,8 +119,11 @@ def check_trajectory(trajectory: trajectory_pb2.Trajectory, lease: Lease, run_id
         raise InvalidTrajectory("There are no turns.")
     tokens = 0
     versions: list[int] = []
+    known: dict[bytes, bytes] = {}
     for number, turn in enumerate(trajectory.turns[:]):  # a slice is a list; without it the end is an IndexError
         tokens += _check_turn(number, turn, versions)
+        if turn.images:
+            _check_images(number, turn, known)
     oldest, newest = (min(versions), max(versions)) if versions else (lease.version, lease.version)
     if not 0 <= oldest <= newest <= newest_version:
         raise InvalidTrajectory(
@@ -173,6 +177,16 @@ def _check_turn(number: int, turn: trajectory_pb2.Turn, versions: list[int]) -> 
     if 0 in np.isfinite(np.frombuffer(logprobs, LOGPROB)).tobytes():
         raise InvalidTrajectory(f"A log-prob of turn {number} is not finite.", turn=number)
     return tokens
+
+
+def _check_images(number: int, turn: trajectory_pb2.Turn, known: dict[bytes, bytes]) -> None:
+    """`known` holds the images of the turns before by their SHA-256, and gets those of this one."""
+    if turn.author == trajectory_pb2.AUTHOR_POLICY:
+        raise InvalidTrajectory(f"Turn {number} is the policy's and has images.", turn=number)
+    try:
+        images.place(turn.images, len(turn.token_ids) // 4, known)
+    except images.BadImage as problem:
+        raise InvalidTrajectory(f"In turn {number} {problem}.", turn=number) from None
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -29,7 +29,7 @@ from trainer.objective import Target, ValueObjective, advantage_of, policy_objec
 from trainer.ranks import Leader, Role
 from trainer.rows import Row, policy_token_count, rows_of
 from trainer.sample_table import Decoder, Sample, table_of
-from trainer.samples import check_vocabulary, refused, samples_of, was_truncated
+from trainer.samples import check_images, check_vocabulary, refused, samples_of, was_truncated
 from trainer.schedule import lr_share
 from trainer.vocabulary import vocabulary_of
 from trainer.weights.memory import arena_for
@@ -88,8 +88,10 @@ class Learner:
 
     def learn(self, batch: sample_buffer_pb2.Batch, groups: Sequence[sample_buffer_pb2.Group]) -> Outcome:
         """One batch's optimiser steps. A group that cannot be learnt from is left out; a step that is not finite, or
-        for which nothing is left, changes nothing and is counted. Raises ConfigError for another vocabulary."""
+        for which nothing is left, changes nothing and is counted. Raises ConfigError for another vocabulary, or images
+        that the model sees otherwise."""
         check_vocabulary(groups, self._vocabulary)
+        check_images(groups, self._model.path)
         causes = refused(groups)
         if causes:
             log.error("groups left out", step=batch.step, batch_id=batch.batch_id, causes=causes)

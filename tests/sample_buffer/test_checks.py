@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from hashlib import sha256
 
 import pytest
 
@@ -25,6 +26,13 @@ def refused(runs: Runs, error: type[FarmError], message: str) -> Iterator[pytest
     assert error.remedy
     assert error.remedy in str(caught.value)
     assert (runs.dump(), len(runs.outbox)) == (before, decided)
+
+
+def show(
+    turn: tp.Turn, *, data: bytes = b"seen", media_type: str = "image/png", offset: int = 0, count: int = 1
+) -> None:
+    name = sha256(b"seen").digest()
+    turn.images.add(data=data, media_type=media_type, token_offset=offset, token_count=count, sha256=name)
 
 
 BREAK_TRAJECTORY: dict[str, tuple[Callable[[tp.Trajectory], object], str]] = {
@@ -54,6 +62,13 @@ BREAK_TRAJECTORY: dict[str, tuple[Callable[[tp.Trajectory], object], str]] = {
     ),
     "a future version": (lambda t: setattr(t.turns[1].version_spans[0], "policy_version", 1), "newest version is 0"),
     "a negative version": (lambda t: setattr(t.turns[1].version_spans[0], "policy_version", -1), "newest version is 0"),
+    "an image of the policy's": (lambda t: show(t.turns[1]), "Turn 1 is the policy's and has images"),
+    "an image that is not there": (lambda t: show(t.turns[0], data=b""), "the bytes of an image are not there"),
+    "an image under another's digest": (lambda t: show(t.turns[0], data=b"other"), "is not that of its bytes"),
+    "an image beyond its turn": (lambda t: show(t.turns[0], offset=1, count=2), "2 tokens from 1 of 2"),
+    "an image of no token": (lambda t: show(t.turns[0], count=0), "0 tokens from 0 of 2"),
+    "images on one another": (lambda t: (show(t.turns[0]), show(t.turns[0])), "or for those of another image"),
+    "an image of an unknown kind": (lambda t: show(t.turns[0], media_type="image/gif"), "'image/gif', not one of"),
     "a wrong oldest version": (lambda t: setattr(t, "oldest_policy_version", 3), "oldest_policy_version"),
 }
 
@@ -92,6 +107,17 @@ def test_a_trajectory_of_two_segments_is_taken_whole() -> None:
 
     assert groups.complete(request_id(), held.lease_id, trajectory, 0.0)[0] == pb.DISPOSITION_ACCEPTED
     assert groups.state.policy_tokens == 6
+
+
+def test_an_image_that_a_trajectory_shows_twice_is_in_it_once_and_is_taken() -> None:
+    groups = make_groups(make_spec())
+    (held,) = lease(groups, 1)
+    trajectory = play(views.episode_lease(groups, held).episode)
+    show(trajectory.turns[0], offset=1)
+    trajectory.turns.add(author=tp.AUTHOR_ENVIRONMENT, token_ids=pack_ids([1, 2]))
+    show(trajectory.turns[-1], data=b"")
+
+    assert groups.complete(request_id(), held.lease_id, trajectory, 0.0)[0] == pb.DISPOSITION_ACCEPTED
 
 
 def test_a_trajectory_id_is_used_once() -> None:

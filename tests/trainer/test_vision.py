@@ -18,7 +18,8 @@ from rollfarm.errors import InvalidTrajectory
 from rollfarm.images import ImageTokens, PlacedImage
 from rollfarm.tokens import pack_ids
 from rollfarm.v1 import sample_buffer_pb2, trajectory_pb2
-from tests.trainer.conftest import trajectory
+from tests.trainer.conftest import group, trajectory
+from tests.trainer.test_learner import BATCH, make
 from tests.trainer.test_packing import gradients
 from tests.vision import BEGIN, FINISH, IDS, IMAGE_ID, Kind, make_model, picture
 from trainer.backends import Settings
@@ -256,3 +257,21 @@ def test_a_batch_that_another_model_saw_is_refused_before_it_is_learnt_from(fold
     groups[0].trajectories[0].turns[0].images[0].CopyFrom(shown(picture(56, 56)))
     with pytest.raises(ConfigError, match="stands for 2 tokens, and the trainer's model makes 4"):
         check_images(groups, str(folder("qwen2_5_vl")))
+
+
+def test_a_learner_learns_from_images_and_one_without_eyes_keeps_the_batch(folder: Folder, model_path: Path) -> None:
+    groups = [group("a", [1, 0]), group("b", [0, 1])]
+    for each in groups:
+        for member in each.trajectories:
+            member.turns[0].token_ids = pack_ids([IMAGE_ID, IMAGE_ID])
+            member.turns[0].images.append(shown(picture(56, 28)))
+    learner = make(folder("qwen2_5_vl"))
+    before = dict(load_model(str(folder("qwen2_5_vl"))).named_parameters())
+
+    outcome = learner.learn(BATCH, groups)
+
+    moved = {name for name, tensor in learner.leader.named_tensors() if (tensor - before[name]).abs().max() > 0}
+    assert outcome.metrics["skipped"] == 0
+    assert "model.visual.patch_embed.proj.weight" in moved
+    with pytest.raises(ConfigError, match="the policy saw an image"):
+        make(model_path).learn(BATCH, groups)
