@@ -71,18 +71,25 @@ class WeightUpdates:
         self._staged: dict[str, tuple[str, int]] = {}
         """By engine: the instance and the version that it holds in memory."""
 
+        self._sender_id = ""
+        """Who staged that."""
+
         self._one_at_a_time = asyncio.Lock()
         self._unfinished: set[asyncio.Task[Any]] = set()
 
     async def begin(self, request: llm_proxy_pb2.BeginWeightUpdateRequest) -> llm_proxy_pb2.BeginWeightUpdateResponse:
-        """Stage the version on every engine named, in place of whatever was staged before. Raises VersionOutOfOrder.
+        """Stage the version on every engine named, in place of what was staged there before. Raises VersionOutOfOrder.
 
         A commit that is under way, perhaps of a trainer that died, ends first: it counts on what is staged.
         """
         async with self._one_at_a_time:
             self._check_order(request.policy_version)
-            # A trainer that died may have left other weights under the same number: no engine may apply those.
-            self._staged.clear()
+            if not request.sender_id or request.sender_id != self._sender_id:
+                # A trainer that died may have left other weights under the same number: no engine may apply those.
+                self._staged.clear()
+                self._sender_id = request.sender_id
+            for transfer in request.transfers:
+                self._staged.pop(transfer.engine_id, None)
         results = await asyncio.gather(*(self._begin_one(request, transfer) for transfer in request.transfers))
         return llm_proxy_pb2.BeginWeightUpdateResponse(results=results)
 
@@ -164,11 +171,14 @@ class WeightUpdates:
                 raise WeightsNotStaged(f"No engine holds version {version}.", policy_version=version)
             mode = request.mode or engine_pb2.UPDATE_MODE_KEEP
             change = Change(version, mode, holders, time.monotonic() + drain_seconds)
-            return self._committed(change, await self._put_to_use(change, request.concurrent_engine_count))
+            if version > self._router.policy_version:
+                return self._committed(change, await self._put_to_use(change, request.concurrent_engine_count))
+            for engine_id in holders:
+                self._staged.pop(engine_id, None)
+        # They catch up with the others, whose next version does not wait for that.
+        return self._committed(change, await self._change_all(change))
 
     async def _put_to_use(self, change: Change, concurrent_engine_count: int) -> Pauses:
-        if change.version <= self._router.policy_version:
-            return await self._change_all(change)
         if concurrent_engine_count > 0:
             return await self._roll(change, concurrent_engine_count)
         self._router.close_gate()

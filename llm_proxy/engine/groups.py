@@ -22,6 +22,9 @@ _SENDER = 0
 _UNDER_WAY = 2
 """Broadcasts begun at a time: one comes while the one before is looked at."""
 
+_GPU = 0
+"""Weights come to the first GPU that this process sees, which is the engine's: CUDA_VISIBLE_DEVICES says which."""
+
 _WAIT_THEN_RAISE = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
 """A broadcast whose sender died raises at its timeout. By torch's default its watchdog ends this process."""
 
@@ -125,8 +128,8 @@ class _NcclWire:
 
         options = ProcessGroupNCCL.Options()
         options._timeout = timeout
-        self._device = torch.device("cuda", torch.cuda.current_device())
-        with _environment(_WAIT_THEN_RAISE):
+        self._device = torch.device("cuda", _GPU)
+        with _environment(_WAIT_THEN_RAISE), torch.cuda.device(self._device):
             self._group: Any = ProcessGroupNCCL(store, group.rank, group.world_size, options)
         self._places = [torch.empty(0, dtype=torch.uint8, device=self._device) for _ in range(_UNDER_WAY)]
         self._count = 0

@@ -195,6 +195,7 @@ class Engine(_message.Message):
     WAITING_COUNT_FIELD_NUMBER: _builtins.int
     KV_CACHE_USAGE_FIELD_NUMBER: _builtins.int
     TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
+    SLEEPING_FIELD_NUMBER: _builtins.int
     engine_id: _builtins.str
     """Chosen by llm_proxy, stable for an address."""
     address: _builtins.str
@@ -225,6 +226,8 @@ class Engine(_message.Message):
     """Share of its KV cache in use, 0 to 1."""
     tokens_per_second: _builtins.float
     """Tokens that it generates a second, lately."""
+    sleeping: _builtins.bool
+    """Whether its memory is given away, or it has no weights: it gets no requests."""
     def __init__(
         self,
         *,
@@ -243,10 +246,11 @@ class Engine(_message.Message):
         waiting_count: _builtins.int = ...,
         kv_cache_usage: _builtins.float = ...,
         tokens_per_second: _builtins.float = ...,
+        sleeping: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "address", b"address", "decoding_count", b"decoding_count", "detail", b"detail", "engine_id", b"engine_id", "generated_token_count", b"generated_token_count", "instance_id", b"instance_id", "kv_cache_usage", b"kv_cache_usage", "policy_version", b"policy_version", "running_count", b"running_count", "server_version", b"server_version", "slot_count", b"slot_count", "state", b"state", "tokens_per_second", b"tokens_per_second", "waiting_count", b"waiting_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "address", b"address", "decoding_count", b"decoding_count", "detail", b"detail", "engine_id", b"engine_id", "generated_token_count", b"generated_token_count", "instance_id", b"instance_id", "kv_cache_usage", b"kv_cache_usage", "policy_version", b"policy_version", "running_count", b"running_count", "server_version", b"server_version", "sleeping", b"sleeping", "slot_count", b"slot_count", "state", b"state", "tokens_per_second", b"tokens_per_second", "waiting_count", b"waiting_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -534,7 +538,7 @@ Global___ListEnginesResponse: _TypeAlias = ListEnginesResponse  # noqa: Y015
 
 @_typing.final
 class BeginWeightUpdateRequest(_message.Message):
-    """Offers a version to engines."""
+    """Offers a version to engines. What the same sender offers to different engines at the same time does not interfere."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -545,12 +549,17 @@ class BeginWeightUpdateRequest(_message.Message):
     STORED_FIELD_NUMBER: _builtins.int
     CHECKSUMS_FIELD_NUMBER: _builtins.int
     SHARED_FIELD_NUMBER: _builtins.int
+    SENDER_ID_FIELD_NUMBER: _builtins.int
     policy_version: _builtins.int
     """The version."""
     bucket_size_bytes: _builtins.int
     """Greatest bucket of more than one tensor."""
     checksums: _builtins.bool
     """As of StageWeightsRequest."""
+    sender_id: _builtins.str
+    """Who sends: one life of a trainer. What another sender staged is forgotten; what this one did stays, but for the
+    engines named here. Empty: whatever was staged is forgotten.
+    """
     @_builtins.property
     def transfers(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineTransfer]:
         """The engines to update, each with the group that carries the weights."""
@@ -577,10 +586,11 @@ class BeginWeightUpdateRequest(_message.Message):
         stored: _engine_pb2.StoredWeights | None = ...,
         checksums: _builtins.bool = ...,
         shared: _engine_pb2.SharedWeights | None = ...,
+        sender_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["shared", b"shared", "stored", b"stored"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_size_bytes", b"bucket_size_bytes", "checksums", b"checksums", "policy_version", b"policy_version", "shared", b"shared", "stored", b"stored", "tensors", b"tensors", "transfers", b"transfers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bucket_size_bytes", b"bucket_size_bytes", "checksums", b"checksums", "policy_version", b"policy_version", "sender_id", b"sender_id", "shared", b"shared", "stored", b"stored", "tensors", b"tensors", "transfers", b"transfers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -780,6 +790,105 @@ class AbortWeightUpdateResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AbortWeightUpdateResponse: _TypeAlias = AbortWeightUpdateResponse  # noqa: Y015
+
+@_typing.final
+class SleepEnginesRequest(_message.Message):
+    """Asks for the memory of every engine."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DISCARD_WEIGHTS_FIELD_NUMBER: _builtins.int
+    LEASE_DURATION_FIELD_NUMBER: _builtins.int
+    DRAIN_DURATION_FIELD_NUMBER: _builtins.int
+    discard_weights: _builtins.bool
+    """Whether the weights go as well; they come back with the next version."""
+    @_builtins.property
+    def lease_duration(self) -> _duration_pb2.Duration:
+        """The engines are woken after this time, unless it is renewed: whoever asked may have died. Unset is a minute."""
+
+    @_builtins.property
+    def drain_duration(self) -> _duration_pb2.Duration:
+        """How long running requests may go on first. Unset is not at all."""
+
+    def __init__(
+        self,
+        *,
+        discard_weights: _builtins.bool = ...,
+        lease_duration: _duration_pb2.Duration | None = ...,
+        drain_duration: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["drain_duration", b"drain_duration", "lease_duration", b"lease_duration"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["discard_weights", b"discard_weights", "drain_duration", b"drain_duration", "lease_duration", b"lease_duration"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SleepEnginesRequest: _TypeAlias = SleepEnginesRequest  # noqa: Y015
+
+@_typing.final
+class SleepEnginesResponse(_message.Message):
+    """The engines sleep."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def engine_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Those that do."""
+
+    def __init__(
+        self,
+        *,
+        engine_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_ids", b"engine_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SleepEnginesResponse: _TypeAlias = SleepEnginesResponse  # noqa: Y015
+
+@_typing.final
+class WakeEnginesRequest(_message.Message):
+    """Asks every engine to go on."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WakeEnginesRequest: _TypeAlias = WakeEnginesRequest  # noqa: Y015
+
+@_typing.final
+class WakeEnginesResponse(_message.Message):
+    """The engines are awake."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def engine_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Those that are."""
+
+    def __init__(
+        self,
+        *,
+        engine_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_ids", b"engine_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WakeEnginesResponse: _TypeAlias = WakeEnginesResponse  # noqa: Y015
 
 @_typing.final
 class OpenSessionRequest(_message.Message):

@@ -80,6 +80,16 @@ class LlmProxyServiceStub(object):
                 request_serializer=rollfarm_dot_v1_dot_llm__proxy__pb2.AbortWeightUpdateRequest.SerializeToString,
                 response_deserializer=rollfarm_dot_v1_dot_llm__proxy__pb2.AbortWeightUpdateResponse.FromString,
                 _registered_method=True)
+        self.SleepEngines = channel.unary_unary(
+                '/rollfarm.v1.LlmProxyService/SleepEngines',
+                request_serializer=rollfarm_dot_v1_dot_llm__proxy__pb2.SleepEnginesRequest.SerializeToString,
+                response_deserializer=rollfarm_dot_v1_dot_llm__proxy__pb2.SleepEnginesResponse.FromString,
+                _registered_method=True)
+        self.WakeEngines = channel.unary_unary(
+                '/rollfarm.v1.LlmProxyService/WakeEngines',
+                request_serializer=rollfarm_dot_v1_dot_llm__proxy__pb2.WakeEnginesRequest.SerializeToString,
+                response_deserializer=rollfarm_dot_v1_dot_llm__proxy__pb2.WakeEnginesResponse.FromString,
+                _registered_method=True)
         self.OpenSession = channel.unary_unary(
                 '/rollfarm.v1.LlmProxyService/OpenSession',
                 request_serializer=rollfarm_dot_v1_dot_llm__proxy__pb2.OpenSessionRequest.SerializeToString,
@@ -159,8 +169,8 @@ class LlmProxyServiceServicer(object):
 
     def BeginWeightUpdate(self, request, context):
         """Called by the trainer: engines join their weight groups and receive the version into host memory while they
-        generate. Answers when each has it or has failed; a failed engine never holds up the others. Whatever was staged
-        before, perhaps by a trainer that died, is forgotten.
+        generate. Answers when each has it or has failed; a failed engine never holds up the others. Whatever another sender
+        staged before, perhaps a trainer that died, is forgotten.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -178,6 +188,26 @@ class LlmProxyServiceServicer(object):
 
     def AbortWeightUpdate(self, request, context):
         """For people and their tools: forgets a staged version. The old one keeps serving. The trainer just begins anew.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SleepEngines(self, request, context):
+        """Called by a trainer that computes on the engines' devices: every engine, also one that joins later, gives its
+        requests back and frees its memory, until WakeEngines or until the lease runs out. Requests wait here meanwhile, and
+        go on from their tokens. Called again, it renews the lease. Answers when every engine that is reached sleeps or has
+        failed to.
+
+        Errors: UNIMPLEMENTED/UNSUPPORTED (an engine, as it was started, cannot sleep; the others are woken).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WakeEngines(self, request, context):
+        """Ends the sleep. Answers when every engine that is reached is awake or has failed to wake, which is tried again. One
+        without weights generates once it has a version.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -266,6 +296,16 @@ def add_LlmProxyServiceServicer_to_server(servicer, server):
                     servicer.AbortWeightUpdate,
                     request_deserializer=rollfarm_dot_v1_dot_llm__proxy__pb2.AbortWeightUpdateRequest.FromString,
                     response_serializer=rollfarm_dot_v1_dot_llm__proxy__pb2.AbortWeightUpdateResponse.SerializeToString,
+            ),
+            'SleepEngines': grpc.unary_unary_rpc_method_handler(
+                    servicer.SleepEngines,
+                    request_deserializer=rollfarm_dot_v1_dot_llm__proxy__pb2.SleepEnginesRequest.FromString,
+                    response_serializer=rollfarm_dot_v1_dot_llm__proxy__pb2.SleepEnginesResponse.SerializeToString,
+            ),
+            'WakeEngines': grpc.unary_unary_rpc_method_handler(
+                    servicer.WakeEngines,
+                    request_deserializer=rollfarm_dot_v1_dot_llm__proxy__pb2.WakeEnginesRequest.FromString,
+                    response_serializer=rollfarm_dot_v1_dot_llm__proxy__pb2.WakeEnginesResponse.SerializeToString,
             ),
             'OpenSession': grpc.unary_unary_rpc_method_handler(
                     servicer.OpenSession,
@@ -532,6 +572,60 @@ class LlmProxyService(object):
             '/rollfarm.v1.LlmProxyService/AbortWeightUpdate',
             rollfarm_dot_v1_dot_llm__proxy__pb2.AbortWeightUpdateRequest.SerializeToString,
             rollfarm_dot_v1_dot_llm__proxy__pb2.AbortWeightUpdateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SleepEngines(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollfarm.v1.LlmProxyService/SleepEngines',
+            rollfarm_dot_v1_dot_llm__proxy__pb2.SleepEnginesRequest.SerializeToString,
+            rollfarm_dot_v1_dot_llm__proxy__pb2.SleepEnginesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WakeEngines(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/rollfarm.v1.LlmProxyService/WakeEngines',
+            rollfarm_dot_v1_dot_llm__proxy__pb2.WakeEnginesRequest.SerializeToString,
+            rollfarm_dot_v1_dot_llm__proxy__pb2.WakeEnginesResponse.FromString,
             options,
             channel_credentials,
             insecure,

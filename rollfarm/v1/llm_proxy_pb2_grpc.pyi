@@ -59,8 +59,8 @@ class LlmProxyServiceStub:
     """Every engine with its version. With after_revision, a long poll: answers when anything changed since."""
     BeginWeightUpdate: _grpc.UnaryUnaryMultiCallable[_llm_proxy_pb2.BeginWeightUpdateRequest, _llm_proxy_pb2.BeginWeightUpdateResponse]
     """Called by the trainer: engines join their weight groups and receive the version into host memory while they
-    generate. Answers when each has it or has failed; a failed engine never holds up the others. Whatever was staged
-    before, perhaps by a trainer that died, is forgotten.
+    generate. Answers when each has it or has failed; a failed engine never holds up the others. Whatever another sender
+    staged before, perhaps a trainer that died, is forgotten.
     """
     CommitWeightUpdate: _grpc.UnaryUnaryMultiCallable[_llm_proxy_pb2.CommitWeightUpdateRequest, _llm_proxy_pb2.CommitWeightUpdateResponse]
     """Called by the trainer after sample_buffer knows the version: closes the gate, applies the staged version,
@@ -70,6 +70,18 @@ class LlmProxyServiceStub:
     """
     AbortWeightUpdate: _grpc.UnaryUnaryMultiCallable[_llm_proxy_pb2.AbortWeightUpdateRequest, _llm_proxy_pb2.AbortWeightUpdateResponse]
     """For people and their tools: forgets a staged version. The old one keeps serving. The trainer just begins anew."""
+    SleepEngines: _grpc.UnaryUnaryMultiCallable[_llm_proxy_pb2.SleepEnginesRequest, _llm_proxy_pb2.SleepEnginesResponse]
+    """Called by a trainer that computes on the engines' devices: every engine, also one that joins later, gives its
+    requests back and frees its memory, until WakeEngines or until the lease runs out. Requests wait here meanwhile, and
+    go on from their tokens. Called again, it renews the lease. Answers when every engine that is reached sleeps or has
+    failed to.
+
+    Errors: UNIMPLEMENTED/UNSUPPORTED (an engine, as it was started, cannot sleep; the others are woken).
+    """
+    WakeEngines: _grpc.UnaryUnaryMultiCallable[_llm_proxy_pb2.WakeEnginesRequest, _llm_proxy_pb2.WakeEnginesResponse]
+    """Ends the sleep. Answers when every engine that is reached is awake or has failed to wake, which is tried again. One
+    without weights generates once it has a version.
+    """
     OpenSession: _grpc.UnaryUnaryMultiCallable[_llm_proxy_pb2.OpenSessionRequest, _llm_proxy_pb2.OpenSessionResponse]
     """Opens a session for an agent that speaks OpenAI's or Anthropic's HTTP: what it generates is recorded token by token.
     Idempotent by session_id.
@@ -121,8 +133,8 @@ class LlmProxyServiceAsyncStub(LlmProxyServiceStub):
     """Every engine with its version. With after_revision, a long poll: answers when anything changed since."""
     BeginWeightUpdate: _aio.UnaryUnaryMultiCallable[_llm_proxy_pb2.BeginWeightUpdateRequest, _llm_proxy_pb2.BeginWeightUpdateResponse]  # type: ignore[assignment]
     """Called by the trainer: engines join their weight groups and receive the version into host memory while they
-    generate. Answers when each has it or has failed; a failed engine never holds up the others. Whatever was staged
-    before, perhaps by a trainer that died, is forgotten.
+    generate. Answers when each has it or has failed; a failed engine never holds up the others. Whatever another sender
+    staged before, perhaps a trainer that died, is forgotten.
     """
     CommitWeightUpdate: _aio.UnaryUnaryMultiCallable[_llm_proxy_pb2.CommitWeightUpdateRequest, _llm_proxy_pb2.CommitWeightUpdateResponse]  # type: ignore[assignment]
     """Called by the trainer after sample_buffer knows the version: closes the gate, applies the staged version,
@@ -132,6 +144,18 @@ class LlmProxyServiceAsyncStub(LlmProxyServiceStub):
     """
     AbortWeightUpdate: _aio.UnaryUnaryMultiCallable[_llm_proxy_pb2.AbortWeightUpdateRequest, _llm_proxy_pb2.AbortWeightUpdateResponse]  # type: ignore[assignment]
     """For people and their tools: forgets a staged version. The old one keeps serving. The trainer just begins anew."""
+    SleepEngines: _aio.UnaryUnaryMultiCallable[_llm_proxy_pb2.SleepEnginesRequest, _llm_proxy_pb2.SleepEnginesResponse]  # type: ignore[assignment]
+    """Called by a trainer that computes on the engines' devices: every engine, also one that joins later, gives its
+    requests back and frees its memory, until WakeEngines or until the lease runs out. Requests wait here meanwhile, and
+    go on from their tokens. Called again, it renews the lease. Answers when every engine that is reached sleeps or has
+    failed to.
+
+    Errors: UNIMPLEMENTED/UNSUPPORTED (an engine, as it was started, cannot sleep; the others are woken).
+    """
+    WakeEngines: _aio.UnaryUnaryMultiCallable[_llm_proxy_pb2.WakeEnginesRequest, _llm_proxy_pb2.WakeEnginesResponse]  # type: ignore[assignment]
+    """Ends the sleep. Answers when every engine that is reached is awake or has failed to wake, which is tried again. One
+    without weights generates once it has a version.
+    """
     OpenSession: _aio.UnaryUnaryMultiCallable[_llm_proxy_pb2.OpenSessionRequest, _llm_proxy_pb2.OpenSessionResponse]  # type: ignore[assignment]
     """Opens a session for an agent that speaks OpenAI's or Anthropic's HTTP: what it generates is recorded token by token.
     Idempotent by session_id.
@@ -222,8 +246,8 @@ class LlmProxyServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_llm_proxy_pb2.BeginWeightUpdateResponse, _abc.Awaitable[_llm_proxy_pb2.BeginWeightUpdateResponse]]:
         """Called by the trainer: engines join their weight groups and receive the version into host memory while they
-        generate. Answers when each has it or has failed; a failed engine never holds up the others. Whatever was staged
-        before, perhaps by a trainer that died, is forgotten.
+        generate. Answers when each has it or has failed; a failed engine never holds up the others. Whatever another sender
+        staged before, perhaps a trainer that died, is forgotten.
         """
 
     @_abc_1.abstractmethod
@@ -245,6 +269,30 @@ class LlmProxyServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_llm_proxy_pb2.AbortWeightUpdateResponse, _abc.Awaitable[_llm_proxy_pb2.AbortWeightUpdateResponse]]:
         """For people and their tools: forgets a staged version. The old one keeps serving. The trainer just begins anew."""
+
+    @_abc_1.abstractmethod
+    def SleepEngines(
+        self,
+        request: _llm_proxy_pb2.SleepEnginesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_llm_proxy_pb2.SleepEnginesResponse, _abc.Awaitable[_llm_proxy_pb2.SleepEnginesResponse]]:
+        """Called by a trainer that computes on the engines' devices: every engine, also one that joins later, gives its
+        requests back and frees its memory, until WakeEngines or until the lease runs out. Requests wait here meanwhile, and
+        go on from their tokens. Called again, it renews the lease. Answers when every engine that is reached sleeps or has
+        failed to.
+
+        Errors: UNIMPLEMENTED/UNSUPPORTED (an engine, as it was started, cannot sleep; the others are woken).
+        """
+
+    @_abc_1.abstractmethod
+    def WakeEngines(
+        self,
+        request: _llm_proxy_pb2.WakeEnginesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_llm_proxy_pb2.WakeEnginesResponse, _abc.Awaitable[_llm_proxy_pb2.WakeEnginesResponse]]:
+        """Ends the sleep. Answers when every engine that is reached is awake or has failed to wake, which is tried again. One
+        without weights generates once it has a version.
+        """
 
     @_abc_1.abstractmethod
     def OpenSession(

@@ -374,10 +374,13 @@ async def test_a_disk_without_room_is_a_failure_that_leaves_nothing(
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs: NCCL refuses two ranks on one")
-async def test_versions_come_by_nccl(tied_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    links = Links(host="127.0.0.1", port=0, timeout_seconds=30, backend="nccl")
-    with monkeypatch.context() as second:
-        second.setenv("CUDA_VISIBLE_DEVICES", "1")
+@pytest.mark.parametrize(("sender", "receiver"), [(0, 1), (1, 0)])
+async def test_versions_come_by_nccl(
+    tied_model: Path, monkeypatch: pytest.MonkeyPatch, sender: int, receiver: int
+) -> None:
+    links = Links(host="127.0.0.1", port=0, timeout_seconds=30, gpu=torch.device("cuda", sender))
+    with monkeypatch.context() as other:
+        other.setenv("CUDA_VISIBLE_DEVICES", str(receiver))
         process = Process("--model.path", str(tied_model), "--engine.device", "cuda")
         process.__enter__()
     async with AsyncExitStack() as life:

@@ -67,6 +67,13 @@ class StandInProxy(llm_proxy_pb2_grpc.LlmProxyServiceServicer):
         self.begun: list[llm_proxy_pb2.BeginWeightUpdateRequest] = []
         self.committed: list[llm_proxy_pb2.CommitWeightUpdateRequest] = []
         self.policy_version = 0
+        self.hung: set[str] = set()
+        """Engines that do not take what is sent, until `wake`."""
+
+        self.hang_seconds = 60.0
+        """After that a hung engine has failed to take a version."""
+
+        self.staging: set[str] = set()
         self.address = ""
         self.changed = Changed()
         self._staged: dict[str, int] = {}
@@ -76,6 +83,15 @@ class StandInProxy(llm_proxy_pb2_grpc.LlmProxyServiceServicer):
         """Add an engine, or replace it by a new instance that has nothing."""
         self.receivers[engine_id], self.versions[engine_id] = receiver, 0
         self._change()
+
+    def wake(self, engine_id: str) -> None:
+        """End an engine's hanging."""
+        self.hung.discard(engine_id)
+        self.changed.notify()
+
+    async def until_staging(self, engine_ids: set[str]) -> None:
+        """Wait until exactly these are being sent a version."""
+        assert await self.changed.first(lambda: self.staging == engine_ids or None, 30)
 
     async def until(self, version: int) -> None:
         """Wait until every engine serves the version."""
@@ -112,12 +128,18 @@ class StandInProxy(llm_proxy_pb2_grpc.LlmProxyServiceServicer):
         self, request: llm_proxy_pb2.BeginWeightUpdateRequest, transfer: llm_proxy_pb2.EngineTransfer
     ) -> llm_proxy_pb2.EngineTransferResult:
         receiver = self.receivers[transfer.engine_id]
+        self.staging.add(transfer.engine_id)
+        self.changed.notify()
         try:
+            if not await self.changed.first(lambda: transfer.engine_id not in self.hung or None, self.hang_seconds):
+                raise EngineFailed("The engine hangs.")
             if transfer.join:
                 await receiver.ask("join", transfer.group)
             await receiver.ask("stage", request)
         except FarmError as error:
             return llm_proxy_pb2.EngineTransferResult(engine_id=transfer.engine_id, failure=to_failure(error))
+        finally:
+            self.staging.discard(transfer.engine_id)
         self._staged[transfer.engine_id] = request.policy_version
         return llm_proxy_pb2.EngineTransferResult(engine_id=transfer.engine_id)
 

@@ -5,6 +5,7 @@ import asyncio
 import hashlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from rollfarm import rpc
 from rollfarm.config import ConfigError
 from rollfarm.v1 import llm_proxy_pb2_grpc
 from tests.trainer.stand_ins import Receiver, StandInProxy, serving_proxy
+from trainer.config import TrainerConfig
+from trainer.weights.build import build_transport
 from trainer.weights.groups import Links
 from trainer.weights.publisher import Publisher
 from trainer.weights.snapshot import Snapshot, take_snapshot
@@ -88,6 +91,11 @@ async def test_engines_of_another_run_are_refused() -> None:
             await publisher.publish(snapshot(3), announce)
 
 
+def test_nccl_wants_the_trainer_on_a_gpu(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="the trainer's device is cpu"):
+        build_transport(TrainerConfig(transport="nccl", device="cpu"), tmp_path)
+
+
 @pytest.mark.slow
 async def test_engines_hold_the_version_before_it_is_announced_and_serve_it_afterwards() -> None:
     async with serving_proxy() as proxy, publisher_to(proxy) as publisher:
@@ -141,3 +149,33 @@ async def test_an_engine_that_dies_holds_up_nobody_and_its_successor_catches_up(
 
         assert await hashes(proxy.receivers["two"]) == expected(2)
         assert [transfer.engine_id for transfer in proxy.begun[-1].transfers] == ["two"]
+
+
+@pytest.mark.slow
+async def test_an_engine_that_hangs_slows_one_publication_and_is_served_again_once_it_takes_a_version() -> None:
+    async def announce() -> None: ...
+
+    async with serving_proxy() as proxy, publisher_to(proxy) as publisher:
+        for name in ("one", "two"):
+            proxy.attach(name, await Receiver.start())
+        await publisher.publish(snapshot(1), announce)
+        watching = asyncio.create_task(publisher.watch())
+        proxy.hung, proxy.hang_seconds = {"two"}, 0.1
+        await publisher.publish(snapshot(2), announce)
+
+        proxy.hang_seconds = 60.0
+        await proxy.until_staging({"two"})
+        for version in (3, 4):
+            async with asyncio.timeout(15):
+                await publisher.publish(snapshot(version), announce)
+        assert (proxy.versions, proxy.staging) == ({"one": 4, "two": 1}, {"two"})
+
+        proxy.wake("two")
+        await proxy.until(4)
+        before = len(proxy.begun)
+        await publisher.publish(snapshot(5), announce)
+        watching.cancel()
+
+        assert proxy.versions == {"one": 5, "two": 5}
+        assert [len(request.transfers) for request in proxy.begun[before:]] == [2]
+        assert await hashes(proxy.receivers["two"]) == expected(5)

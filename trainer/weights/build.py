@@ -1,12 +1,12 @@
 """The transport that the configuration asks for."""
 
 from pathlib import Path
-from typing import Literal
 
 import torch
 
 from rollfarm.config import ConfigError
 from trainer.config import TrainerConfig
+from trainer.ranks import choose_device
 from trainer.weights.groups import Links
 from trainer.weights.shared import SharedMemory
 from trainer.weights.store import Store
@@ -19,23 +19,33 @@ FOLDER = "weights"
 def build_transport(config: TrainerConfig, run_folder: Path) -> Transport:
     """Raises ConfigError."""
     match config.transport:
-        case "gloo" | "nccl":
-            return _links(config, config.transport)
+        case "gloo":
+            return _links(config, gpu=None)
+        case "nccl":
+            return _links(config, gpu=_gpu(config))
         case "store":
             return Store(config.store_folder or run_folder / FOLDER, deltas=config.store_deltas)
         case "ipc":
             return SharedMemory()
 
 
-def _links(config: TrainerConfig, backend: Literal["gloo", "nccl"]) -> Links:
-    if backend == "nccl" and not torch.cuda.is_available():
-        raise ConfigError("trainer.transport: nccl needs a GPU, and torch finds none. Choose gloo, store or ipc.")
+def _gpu(config: TrainerConfig) -> torch.device:
+    device = choose_device(config.device)
+    if device.type != "cuda" or not torch.cuda.is_available():
+        raise ConfigError(
+            f"trainer.transport: nccl needs a GPU, and the trainer's device is {device.type}. Choose gloo, store or "
+            "ipc, or another trainer.device."
+        )
+    return device
+
+
+def _links(config: TrainerConfig, gpu: torch.device | None) -> Links:
     try:
         return Links(
             host=config.weights_host,
             port=config.weights_port,
             timeout_seconds=config.transfer_timeout_seconds,
-            backend=backend,
+            gpu=gpu,
         )
     except RuntimeError as error:
         raise ConfigError(

@@ -11,9 +11,10 @@ from collections import deque
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import structlog
+import torch
 from torch import Tensor
 from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
@@ -59,15 +60,16 @@ class Link:
     """The process group that this trainer and one engine instance share."""
 
     def __init__(
-        self, engine: llm_proxy_pb2.Engine, host: str, port: int, timeout_seconds: float, backend: str
+        self, engine: llm_proxy_pb2.Engine, host: str, port: int, timeout_seconds: float, gpu: torch.device | None
     ) -> None:
+        """`gpu`: where NCCL sends from; without one, gloo sends."""
         self.instance_id = engine.instance_id
         self.group_name = f"weights-{engine.engine_id}-{uuid.uuid4().hex[:12]}"
         self.joined = False
         self._host = host
         self._port = port
         self._timeout = timedelta(seconds=timeout_seconds)
-        self._backend = backend
+        self._gpu = gpu
         self._group: Group | None = None
 
     def send(self, snapshot: Snapshot) -> None:
@@ -87,23 +89,22 @@ class Link:
         # A connection of its own: a store's client serves one waiting thread at a time.
         store = TCPStore(self._host, self._port, is_master=False, timeout=self._timeout)
         prefix = PrefixStore(self.group_name, store)
-        if self._backend == "nccl":
+        if self._gpu is not None:
             from trainer.weights.nccl import NcclGroup
 
-            return NcclGroup(prefix, self._timeout)
+            return NcclGroup(prefix, self._timeout, self._gpu)
         return GlooGroup(prefix, self._host, self._timeout)
 
 
 class Links:
     """The links to every engine that weights were sent to, and the store in which both ends meet."""
 
-    def __init__(
-        self, *, host: str, port: int, timeout_seconds: float, backend: Literal["gloo", "nccl"] = "gloo"
-    ) -> None:
-        """`host`: this machine as engines reach it. Raises RuntimeError where host and port cannot be listened on."""
+    def __init__(self, *, host: str, port: int, timeout_seconds: float, gpu: torch.device | None = None) -> None:
+        """`host`: this machine as engines reach it. `gpu`, with its index: where NCCL sends from; without one, gloo
+        sends. Raises RuntimeError where host and port cannot be listened on."""
         self._host = host
         self._timeout_seconds = timeout_seconds
-        self._backend = backend
+        self._gpu = gpu
         ProcessGroupGloo.create_device(hostname=host)  # Refuses an address that is not this machine's.
         self._store = TCPStore(
             host, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_seconds)
@@ -142,7 +143,7 @@ class Links:
     def _link_to(self, engine: llm_proxy_pb2.Engine) -> Link:
         link = self._links.get(engine.engine_id)
         if link is None or link.instance_id != engine.instance_id:
-            link = Link(engine, self._host, self._store.port, self._timeout_seconds, self._backend)
+            link = Link(engine, self._host, self._store.port, self._timeout_seconds, self._gpu)
             self._links[engine.engine_id] = link
         return link
 
@@ -151,7 +152,11 @@ class Links:
             engine_id=engine_id,
             instance_id=link.instance_id,
             group=engine_pb2.WeightGroup(
-                group_name=link.group_name, store_address=self.address, rank=1, world_size=2, backend=self._backend
+                group_name=link.group_name,
+                store_address=self.address,
+                rank=1,
+                world_size=2,
+                backend="nccl" if self._gpu else "gloo",
             ),
             join=not link.joined,
         )

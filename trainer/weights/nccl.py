@@ -21,16 +21,19 @@ _PLACES = 2
 
 
 class NcclGroup:
-    """From the GPU of this process to that of the engine host."""
+    """From a GPU of this process to that of the engine host."""
 
-    def __init__(self, store: PrefixStore, timeout: timedelta) -> None:
-        """Block until the engine is there. Raises RuntimeError."""
+    def __init__(self, store: PrefixStore, timeout: timedelta, device: torch.device) -> None:
+        """Block until the engine is there. Raises RuntimeError.
+
+        `device` is the trainer's GPU, with its index: the thread that sends is new, and its current GPU is the first.
+        """
         from torch.distributed import ProcessGroupNCCL
 
         options = ProcessGroupNCCL.Options()
         options._timeout = timeout
-        self._device = torch.device("cuda", torch.cuda.current_device())
-        with _environment(_WAIT_THEN_RAISE):
+        self._device = device
+        with _environment(_WAIT_THEN_RAISE), torch.cuda.device(device):
             self._group: Any = ProcessGroupNCCL(store, 0, 2, options)
         self._places = [torch.empty(0, dtype=torch.uint8, device=self._device) for _ in range(_PLACES)]
         self._count = 0

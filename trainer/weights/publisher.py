@@ -2,19 +2,23 @@
 
 Whatever engine lacks the last published version afterwards (it restarted, joined late or failed, or llm_proxy
 restarted) is brought up to date in the background, from a copy of the weights kept in memory.
+
+An instance that failed to take a version is a suspect: publications leave it out, so it holds up at most one of them.
+It is tried by itself, beside publications, until it took a version.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import uuid
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
 import structlog
 
 from rollfarm import rpc
 from rollfarm.config import ConfigError
-from rollfarm.errors import FarmError
+from rollfarm.errors import DeadlineExceeded, FarmError, WeightsNotStaged
 from rollfarm.v1 import engine_pb2, llm_proxy_pb2, llm_proxy_pb2_grpc
 from trainer.weights.snapshot import Snapshot
 from trainer.weights.transport import Transport
@@ -51,34 +55,43 @@ class Publisher:
         self._mode = engine_pb2.UpdateMode.Value(f"UPDATE_MODE_{mode.upper()}")
         self._timeout = transfer_timeout_seconds
         self._concurrent_engine_count = concurrent_engine_count
+        self._sender_id = uuid.uuid4().hex
         self._published: Snapshot | None = None
+        self._suspects: set[str] = set()
+        """Instances that failed to take a version, and have taken none since."""
+
         self._turn = asyncio.Lock()
+        """Held while versions go to engines that are no suspects: those take one at a time."""
+
         self._left_behind = asyncio.Event()
+        self._suspected = asyncio.Event()
 
     async def publish(self, snapshot: Snapshot, announce: Callable[[], Awaitable[None]]) -> None:
         """Bring a new version to the engines; `announce` tells sample_buffer, between transfer and switch.
 
-        Never waits for an engine that is away: it gets the version when it is back, and requests wait for it meanwhile.
-        Raises ConfigError when the engines serve another run.
+        Never waits for an engine that is away or a suspect: it gets the version when it is back, and requests wait for
+        it meanwhile. Raises ConfigError when the engines serve another run.
         """
         async with self._turn:
-            staged: list[str] = []
-            reachable: list[llm_proxy_pb2.Engine] = []
+            staged: list[llm_proxy_pb2.Engine] = []
             try:
                 listed = await self._list()
                 _check_older(listed, snapshot.policy_version)
-                reachable = [each for each in listed.engines if each.state in REACHABLE]
-                staged = await self._transfer(snapshot, reachable)
+                staged = await self._transfer(snapshot, self._trusted(listed))
             except FarmError as error:
                 log.warning("engines not reached", policy_version=snapshot.policy_version, cause=str(error))
             await announce()
             self._published = snapshot
-            switched = bool(staged) and await self._commit(snapshot)
-            if not (switched and len(staged) == len(reachable)):
+            if not (staged and await self._commit(snapshot, staged)):
                 self._left_behind.set()
 
     async def watch(self) -> None:
         """Keep every engine at the published version, until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._watch_trusted())
+            group.create_task(self._watch_suspects())
+
+    async def _watch_trusted(self) -> None:
         revision: int | None = None
         backoff = FIRST_RETRY_SECONDS
         while True:
@@ -95,6 +108,20 @@ class Publisher:
                 await asyncio.sleep(backoff)
                 backoff = min(2 * backoff, LAST_RETRY_SECONDS)
 
+    async def _watch_suspects(self) -> None:
+        backoff = FIRST_RETRY_SECONDS
+        while True:
+            if not self._suspects:
+                backoff = FIRST_RETRY_SECONDS
+                self._suspected.clear()
+                await self._suspected.wait()
+            await asyncio.sleep(backoff)
+            backoff = min(2 * backoff, LAST_RETRY_SECONDS)
+            try:
+                await self._try_suspects()
+            except FarmError as error:
+                log.info("engines not listed", cause=str(error))
+
     async def _until_changed(self, revision: int | None) -> int:
         """Wait until engines changed since the revision, or a publication left one behind. The newest revision."""
         polling = asyncio.ensure_future(self._list(revision))
@@ -109,36 +136,83 @@ class Publisher:
             await asyncio.gather(polling, alarm, return_exceptions=True)
 
     async def _catch_up(self) -> bool:
-        """Send the published version to whoever lacks it. False when there is more to do."""
+        """Send the published version to those who lack it and are no suspects. False when there is more to do."""
         async with self._turn:
             snapshot = self._published
             if snapshot is None:
                 return True
             listed = await self._list()
             version = snapshot.policy_version
-            reachable = [each for each in listed.engines if each.state in REACHABLE]
-            behind = [each for each in reachable if each.policy_version != version]
-            if not behind and (listed.policy_version == version or not reachable):
+            trusted = self._trusted(listed)
+            behind = [each for each in trusted if each.policy_version != version]
+            if not behind and (listed.policy_version == version or not trusted):
                 return True
             log.info("bringing engines up to date", policy_version=version, engines=[each.engine_id for each in behind])
             staged = await self._transfer(snapshot, behind)
             if behind and not staged:
                 return False
-            return await self._commit(snapshot) and len(staged) == len(behind)
+            return await self._commit(snapshot, staged)
+
+    async def _try_suspects(self) -> None:
+        """One round: each by itself, and without the turn, so that one that hangs holds up nobody."""
+        listed = await self._list()
+        self._suspects &= {each.instance_id for each in listed.engines}
+        suspects = [each for each in listed.engines if each.state in REACHABLE and each.instance_id in self._suspects]
+        await asyncio.gather(*(self._try_suspect(each) for each in suspects))
+
+    async def _try_suspect(self, engine: llm_proxy_pb2.Engine) -> None:
+        snapshot = self._published
+        assert snapshot is not None, "there are suspects only after a publication"
+        try:
+            if not await self._transfer(snapshot, [engine]):
+                return
+        except FarmError as error:
+            log.info("engine not reached", engine_id=engine.engine_id, cause=str(error))
+            return
+        # Where a newer version was published meanwhile, its taking this one is enough: it gets that one like others.
+        if snapshot is self._published and not await self._commit(snapshot, [engine]):
+            return
+        log.info("engine takes weights again", engine_id=engine.engine_id, policy_version=snapshot.policy_version)
+        self._suspects.discard(engine.instance_id)
+        self._left_behind.set()
+
+    def _trusted(self, listed: llm_proxy_pb2.ListEnginesResponse) -> list[llm_proxy_pb2.Engine]:
+        """Engines that can be reached and are no suspects."""
+        return [each for each in listed.engines if each.state in REACHABLE and each.instance_id not in self._suspects]
+
+    def _suspect(self, engines: Collection[llm_proxy_pb2.Engine], *, but: Collection[str]) -> None:
+        """Those of the engines that are not `but`."""
+        failed = [each for each in engines if each.engine_id not in but]
+        if failed:
+            self._suspects.update(each.instance_id for each in failed)
+            self._suspected.set()
+            log.warning("engines left out of publications", engines=[each.engine_id for each in failed])
 
     async def _list(self, after_revision: int | None = None) -> llm_proxy_pb2.ListEnginesResponse:
         request = llm_proxy_pb2.ListEnginesRequest(after_revision=after_revision)
         timeout = CALL_SECONDS if after_revision is None else POLL_SECONDS
         return await rpc.call(self._proxy.ListEngines, request, timeout=timeout)
 
-    async def _transfer(self, snapshot: Snapshot, engines: list[llm_proxy_pb2.Engine]) -> list[str]:
+    async def _transfer(self, snapshot: Snapshot, engines: list[llm_proxy_pb2.Engine]) -> list[llm_proxy_pb2.Engine]:
+        """The engines that have the version now; the others are suspects."""
+
         async def begin(request: llm_proxy_pb2.BeginWeightUpdateRequest) -> Any:
+            request.sender_id = self._sender_id
             # Not retried: a second try would meet links whose other end has given up.
             return await rpc.call(self._proxy.BeginWeightUpdate, request, timeout=self._timeout, retry=False)
 
-        return await self._transport.transfer(snapshot, engines, begin) if engines else []
+        if not engines:
+            return []
+        try:
+            staged = await self._transport.transfer(snapshot, engines, begin)
+        except DeadlineExceeded:
+            self._suspect(engines, but=())
+            raise
+        self._suspect(engines, but=staged)
+        return [each for each in engines if each.engine_id in staged]
 
-    async def _commit(self, snapshot: Snapshot) -> bool:
+    async def _commit(self, snapshot: Snapshot, staged: list[llm_proxy_pb2.Engine]) -> bool:
+        """Whether all of `staged` serve the version now; those that do not are suspects."""
         request = llm_proxy_pb2.CommitWeightUpdateRequest(
             policy_version=snapshot.policy_version,
             mode=self._mode,
@@ -148,6 +222,9 @@ class Publisher:
             answer = await rpc.call(self._proxy.CommitWeightUpdate, request, timeout=self._timeout)
         except FarmError as error:
             log.warning("version not switched", policy_version=snapshot.policy_version, cause=str(error))
+            too_late = isinstance(error, DeadlineExceeded) and self._mode != engine_pb2.UPDATE_MODE_DRAIN
+            if too_late or isinstance(error, WeightsNotStaged):
+                self._suspect(staged, but=())
             return False
         log.info(
             "version served",
@@ -155,7 +232,8 @@ class Publisher:
             engines=len(answer.engine_ids),
             pause_ms=round(answer.pause_duration.ToMicroseconds() / 1000, 1),
         )
-        return True
+        self._suspect(staged, but=answer.engine_ids)
+        return all(each.engine_id in answer.engine_ids for each in staged)
 
 
 def _check_older(listed: llm_proxy_pb2.ListEnginesResponse, version: int) -> None:
