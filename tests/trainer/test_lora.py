@@ -1,12 +1,14 @@
 """Adapters by peft, in one process: held whole, and in shards."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -125,6 +127,48 @@ def test_a_checkpoint_holds_adapters_and_their_moments_alone_and_is_gone_on_from
     assert all(".lora_" in name for name in held)
     one, other = engines_weights(resumed), engines_weights(policy)
     assert all(torch.allclose(one[name], other[name], atol=1e-7) for name in other)
+
+
+@pytest.fixture(scope="module")
+def saved(model_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of adapters on the model."""
+    folder = tmp_path_factory.mktemp("adapters")
+    policy_of(build(model_path)).save(folder)()
+    return folder
+
+
+def test_adapters_are_refused_on_a_base_model_with_other_weights(model_path: Path, saved: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(model_path, tmp_path / "other")
+    weights = load_file(other / "model.safetensors")
+    weights["model.norm.weight"][0] += 1
+    save_file(weights, other / "model.safetensors", metadata={"format": "pt"})
+
+    with pytest.raises(ConfigError, match=r"another base model: .* has other weights\. Restore model\.path"):
+        policy_of(build(other)).load(saved)
+
+
+def test_adapters_are_refused_on_a_base_model_that_computes_otherwise(
+    model_path: Path, saved: Path, tmp_path: Path
+) -> None:
+    other = shutil.copytree(model_path, tmp_path / "other")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
+
+    with pytest.raises(ConfigError, match=r"another base model: .* has other config\.json"):
+        policy_of(build(other)).load(saved)
+
+
+def test_adapters_are_taken_on_a_copy_of_their_base_model(model_path: Path, saved: Path, tmp_path: Path) -> None:
+    copy = shutil.copytree(model_path, tmp_path / "copy")
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"transformers_version": "5.0.0"}))
+
+    policy_of(build(copy)).load(saved)
+
+
+def test_adapters_are_refused_with_another_alpha(model_path: Path, saved: Path) -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.lora\.alpha = 8\.0, and it is 16\.0 now. Restore it"):
+        policy_of(build(model_path, alpha=16)).load(saved)
 
 
 def test_targets_choose_the_layers(model_path: Path) -> None:

@@ -13,6 +13,7 @@ import math
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,10 +49,17 @@ class DistributedCheckpoint:
         self._group = group if isinstance(group, dist.ProcessGroup) else None
         self._host_mesh: DeviceMesh | None = None
 
-    def save(self, folder: Path, tensors: Mapping[str, Tensor], *, shapes: Shapes | None = None) -> Write:
+    def save(
+        self,
+        folder: Path,
+        tensors: Mapping[str, Tensor],
+        *,
+        shapes: Shapes | None = None,
+        notes: Mapping[str, object] | None = None,
+    ) -> Write:
         """Copy the tensors to host memory. What is returned writes them, and has to be called once on every rank; it
         raises OSError on each where any of them could not write. `shapes` has every tensor's, where ranks hold
-        different ones."""
+        different ones; `notes` is what `notes_of` reads, in terms of JSON."""
         with torch.no_grad():
             copies = {name: self._to_host(_at_least_1d(tensor)) for name, tensor in tensors.items()}
         every = shapes or {name: list(tensor.shape) for name, tensor in copies.items()}
@@ -64,7 +72,7 @@ class DistributedCheckpoint:
             except CheckpointException as failed:
                 raise _cause(failed) from None
             if rank() == 0:
-                (folder / INDEX_FILE).write_text(json.dumps({"tensors": every}))
+                (folder / INDEX_FILE).write_text(json.dumps({"tensors": every, **(notes or {})}))
 
         return write
 
@@ -96,11 +104,20 @@ class DistributedCheckpoint:
         )
 
 
-def _check_same(folder: Path, ours: Shapes, model: str) -> None:
+def notes_of(folder: Path) -> dict[str, object]:
+    """What was noted beside the tensors. Raises ConfigError where the folder holds no complete checkpoint."""
+    return {name: note for name, note in _index(folder).items() if name != "tensors"}
+
+
+def _index(folder: Path) -> dict[str, Any]:
     index = folder / INDEX_FILE
     if not index.is_file():
         raise ConfigError(f"{folder}: not a complete checkpoint: it has no {INDEX_FILE}. Remove it, or restore it.")
-    saved: dict[str, list[int]] = json.loads(index.read_text())["tensors"]
+    return json.loads(index.read_text())
+
+
+def _check_same(folder: Path, ours: Shapes, model: str) -> None:
+    saved: dict[str, list[int]] = _index(folder)["tensors"]
     differing = sorted(name for name in saved.keys() | ours.keys() if saved.get(name) != ours.get(name))
     if not differing:
         return

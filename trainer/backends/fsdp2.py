@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from rollfarm.config import ConfigError
 from trainer.backend_config import Fsdp2Config
 from trainer.backends import Settings
+from trainer.backends.adapter_record import record_of
 from trainer.backends.layers import keep_only_input, layers_of
 from trainer.backends.module import Held, ModuleBackend, ModuleScorer
 from trainer.backends.passes import rank, world_size
@@ -48,6 +49,7 @@ class ShardedModel(Held):
         source = make(load_model(settings.path, packing=settings.packing)) if rank() == 0 else None
         with torch.device("meta"):
             self.module = make(empty_model(settings.path, packing=settings.packing))
+        self.adapters = record_of(self.module.model, source.model if source else None, settings)
         mesh = init_device_mesh(settings.device.type, (world_size(),))
         _shard(self.module, mesh, settings, config)
         self._fill(source)

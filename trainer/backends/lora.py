@@ -44,7 +44,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, *, seed: int) -> Pr
             inject_adapter_in_model(adapter, model, NAME)
         except ValueError as error:
             raise ConfigError(f"trainer.lora.targets: {error} Name linear layers of this model.") from None
-    others = [name for name, layer in _layers(model) if not isinstance(layer.get_base_layer(), nn.Linear)]
+    others = [name for name, layer in adapted(model) if not isinstance(layer.get_base_layer(), nn.Linear)]
     if others:
         raise ConfigError(f"trainer.lora.targets: {others[0]} is no linear layer. Name linear layers of this model.")
     return model
@@ -52,7 +52,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, *, seed: int) -> Pr
 
 def merged(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Every parameter by the name that it has without adapters, each adapter added to its weight. Whole."""
-    layers = dict(_layers(model))
+    layers = dict(adapted(model))
     for name, param in model.named_parameters(remove_duplicate=False):
         layer_name, of_layer, what = name.partition(BASE)
         if ".lora_" in name:
@@ -74,7 +74,7 @@ def write_adapter(model: PreTrainedModel, config: LoraConfig, folder: Path, *, b
     if rank() == 0:
         save_file(adapters, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         adapter = _peft_config(config)
-        adapter.target_modules = sorted({name.rpartition(".")[2] for name, _ in _layers(model)})
+        adapter.target_modules = sorted({name.rpartition(".")[2] for name, _ in adapted(model)})
         adapter.base_model_name_or_path = base
         adapter.inference_mode = True
         adapter.save_pretrained(str(folder))
@@ -109,7 +109,7 @@ def _delta(layer: "LoraLayer") -> Tensor:
 
 @contextmanager
 def _adapters_off(model: nn.Module) -> Iterator[None]:
-    layers = [layer for _, layer in _layers(model)]
+    layers = [layer for _, layer in adapted(model)]
     # Not by enable_adapters(): it would change which parameters learn, and shards remember that from their first use.
     for layer in layers:
         layer._disable_adapters = True  # pyright: ignore[reportPrivateUsage]
@@ -120,7 +120,7 @@ def _adapters_off(model: nn.Module) -> Iterator[None]:
             layer._disable_adapters = False  # pyright: ignore[reportPrivateUsage]
 
 
-def _layers(model: nn.Module) -> "list[tuple[str, LoraLayer]]":
+def adapted(model: nn.Module) -> "list[tuple[str, LoraLayer]]":
     """What peft put around linear layers. Without peft, which not everybody has, there are none."""
     found = [(name, module) for name, module in model.named_modules() if hasattr(module, "lora_A")]
     return cast("list[tuple[str, LoraLayer]]", found)

@@ -6,6 +6,7 @@ micro-batches, up to the order of float sums.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from trainer.backends import Settings, Write
-from trainer.backends.distributed_checkpoint import DistributedCheckpoint
+from trainer.backends.adapter_record import AdapterRecord, check_record
+from trainer.backends.distributed_checkpoint import DistributedCheckpoint, notes_of
 from trainer.backends.exporting import export_model
 from trainer.backends.lora import merged, whole, write_adapter
 from trainer.backends.optimizers import Decay, Optimizer, hidden_matrices
@@ -23,11 +25,16 @@ from trainer.micro_batches import MicroBatch
 from trainer.objective import LossFn
 from trainer.rows import Row
 
+ADAPTERS = "adapters"
+"""The note in a checkpoint that has their AdapterRecord."""
+
 
 class Held(ABC):
     """A TokenModel on this rank, whole or this rank's shards of it."""
 
     module: TokenModel
+    adapters: AdapterRecord | None
+    """Of the module's, if it has any."""
 
     @abstractmethod
     def forward(self, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
@@ -122,9 +129,12 @@ class ModuleBackend(ModuleScorer):
         yield from ((name, buffer) for name, buffer in self.model.named_buffers() if name in persistent)
 
     def save(self, folder: Path) -> Write:
-        return self._checkpoint.save(folder, self._state())
+        notes = {ADAPTERS: asdict(self._held.adapters)} if self._held.adapters else {}
+        return self._checkpoint.save(folder, self._state(), notes=notes)
 
     def load(self, folder: Path) -> None:
+        if self._held.adapters is not None:
+            check_record(folder, notes_of(folder).get(ADAPTERS), self._held.adapters, model=self._settings.path)
         state = self._state()
         self._checkpoint.load(folder, state, model=self._settings.path)
         self._optimizer.take(state)

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer.backends import Settings
+from trainer.backends.adapter_record import record_of
 from trainer.backends.module import Held, ModuleBackend
 from trainer.backends.passes import world_size
 from trainer.backends.scoring import TokenModel
@@ -20,6 +21,7 @@ class ReplicatedModel(Held):
     """A model that fits on one device, as rank 0 has it. Ranks are those of torch.distributed, if it is initialised."""
 
     def __init__(self, model: TokenModel, settings: Settings) -> None:
+        self.adapters = record_of(model.model, model.model, settings)
         self.module = model.to(settings.device)
         self._settings = settings
         if world_size() > 1:
