@@ -58,7 +58,11 @@ def main() -> None:
                 "tokens": sum(lengths),
                 "lengths": [min(lengths), int(statistics.median(lengths)), max(lengths)],
                 **{f"{name}_tokens_per_s": round(speed) for name, speed in measured.items()},
-                **{f"packed_vs_{name}": round(measured["packed"] / measured[name], 2) for name in measured},
+                **{
+                    f"packed_vs_{name}": round(measured["packed"] / measured[name], 2)
+                    for name in measured
+                    if name != "packed"
+                },
                 **memory,
             }
         )
