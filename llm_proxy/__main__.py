@@ -36,6 +36,7 @@ def main() -> None:
             config.listen,
             fleet.run,
             servicer.wake_on_stop,
+            servicer.watch_sleep,
             *([front.http.run] if front else []),
             services=[SERVICE],
             stop=stop,

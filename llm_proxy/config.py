@@ -112,7 +112,8 @@ class LlmProxyConfig(Config):
     """How long an engine may take to receive a version, within the caller's deadline."""
 
     apply_timeout_seconds: float = Field(default=60.0, gt=0)
-    """How long an engine may take to put a version to use. With the gate closed, all wait for the slowest."""
+    """How long an engine may take to put a version to use, with the gate closed while all wait for the slowest; also to
+    fall asleep, and to wake."""
 
     drain_timeout_seconds: float = Field(default=120.0, gt=0)
     """How long running requests may take to finish in UPDATE_MODE_DRAIN, within the caller's deadline."""

@@ -221,6 +221,20 @@ class Connection:
             # Closing the channel cancels its calls, not the task that waits for one.
             raise EngineFailed(f"Engine {self._address} was lost during {method}.", engine_id=self._address) from None
 
+    async def look(self) -> None:
+        """Learn now how the engine is. Raises as `ask` does."""
+        updates = self._updates
+        status = await self.ask(
+            "GetStatus", engine_pb2.EngineServiceGetStatusRequest(), timeout=self._config.health_timeout_seconds
+        )
+        self._take(status, updates)
+
+    def _take(self, status: engine_pb2.EngineServiceGetStatusResponse, updates: int) -> None:
+        """What the engine said of itself, asked for after so many updates."""
+        if not self._updating and updates == self._updates:
+            self._router.reported(self._address, status, time.monotonic())
+            self._fleet.wake()
+
     async def _run(self) -> None:
         backoff = FIRST_RECONNECT_SECONDS
         while True:
@@ -306,9 +320,7 @@ class Connection:
             status = await self._status(stub)
             if status.instance_id != instance_id:
                 raise EngineFailed("the engine was restarted")
-            if not self._updating and updates == self._updates:
-                self._router.reported(self._address, status, time.monotonic())
-                self._fleet.wake()
+            self._take(status, updates)
             if missed := self._router.unconfirmed_cancels(self._address):
                 self.cancel(missed)
 

@@ -400,7 +400,7 @@ class Router:
         """Whether there is more to generate, by whoever is next. Answers the request if not."""
         if request.made > attempt.made_before:
             request.fruitless_attempts = 0
-        elif not (self.gate_closed or engine.is_held):
+        elif not (self.gate_closed or engine.stands_still):
             request.fruitless_attempts += 1
         reason = request.completed(self.context_tokens)
         if reason is not None:

@@ -16,6 +16,7 @@ from grpc import aio
 from llm_proxy.engines import Fleet
 from llm_proxy.pool import EngineState
 from llm_proxy.routing import refusal
+from llm_proxy.sleeping import Sleeping
 from llm_proxy.tenants import Tenant
 from llm_proxy.validation import check
 from llm_proxy.weights import WeightUpdates
@@ -93,8 +94,13 @@ class LlmProxyServicer(llm_proxy_pb2_grpc.LlmProxyServiceServicer):
         self._fleet = fleet
         self._router = fleet.router
         self._weights = WeightUpdates(fleet)
+        self._sleeping = Sleeping(fleet)
         self._stop = stop
         self._readers: set[asyncio.Task[None]] = set()
+
+    async def watch_sleep(self) -> None:
+        """Let engines sleep and wake as is wanted, until cancelled."""
+        await self._sleeping.run()
 
     async def wake_on_stop(self) -> None:
         """When the service stops, let long polls answer and streams end with their open requests.
@@ -179,6 +185,12 @@ class LlmProxyServicer(llm_proxy_pb2_grpc.LlmProxyServiceServicer):
         await self._weights.abort(request.policy_version)
         return llm_proxy_pb2.AbortWeightUpdateResponse()
 
+    async def SleepEngines(self, request: llm_proxy_pb2.SleepEnginesRequest, context: Context) -> Any:
+        return await self._sleeping.sleep(request)
+
+    async def WakeEngines(self, request: llm_proxy_pb2.WakeEnginesRequest, context: Context) -> Any:
+        return await self._sleeping.wake()
+
     async def OpenSession(self, request: llm_proxy_pb2.OpenSessionRequest, context: Context) -> Any:
         return self._front.open(request)
 
@@ -254,6 +266,7 @@ def _engine(engine: EngineState) -> llm_proxy_pb2.Engine:
         waiting_count=engine.status.waiting_count,
         kv_cache_usage=engine.status.kv_cache_usage,
         tokens_per_second=engine.tokens_per_second,
+        sleeping=engine.status.sleeping,
     )
 
 

@@ -82,6 +82,9 @@ class SimulatedEngine(engine_pb2_grpc.EngineServiceServicer):
     apply_error: FarmError | None = None
     """ApplyWeights raises it."""
 
+    sleep_error: FarmError | None = None
+    """Sleep raises it."""
+
     stage_seconds: float = 0.0
     """Duration of StageWeights."""
 
@@ -99,6 +102,8 @@ class SimulatedEngine(engine_pb2_grpc.EngineServiceServicer):
 
     is_staging: bool = False
     is_applying: bool = False
+    is_asleep: bool = False
+    has_weights: bool = True
     applied_modes: list[int] = field(default_factory=list)
     """Of every ApplyWeights that changed the version."""
 
@@ -207,7 +212,7 @@ class SimulatedEngine(engine_pb2_grpc.EngineServiceServicer):
         self._changed.notify()
         await asyncio.sleep(self.apply_seconds)
         self.is_applying = False
-        self.version, self.staged = request.policy_version, None
+        self.version, self.staged, self.has_weights = request.policy_version, None, True
         self._work.set()
         self.applied_modes.append(request.mode)
         self._changed.notify()
@@ -217,6 +222,23 @@ class SimulatedEngine(engine_pb2_grpc.EngineServiceServicer):
         if self.staged == request.policy_version:
             self.staged = None
         return engine_pb2.DiscardWeightsResponse()
+
+    async def Sleep(self, request: engine_pb2.SleepRequest, context: Any) -> Any:
+        if self.sleep_error is not None:
+            raise self.sleep_error
+        self._abort(list(self._open))
+        self.is_asleep = True
+        self.has_weights = self.has_weights and not request.discard_weights
+        self._changed.notify()
+        return engine_pb2.SleepResponse()
+
+    async def WakeUp(self, request: engine_pb2.WakeUpRequest, context: Any) -> Any:
+        if self.sleep_error is not None:
+            raise self.sleep_error
+        self.is_asleep = False
+        self._work.set()
+        self._changed.notify()
+        return engine_pb2.WakeUpResponse()
 
     async def GetStatus(self, request: engine_pb2.EngineServiceGetStatusRequest, context: Any) -> Any:
         if self.is_hung:
@@ -232,6 +254,7 @@ class SimulatedEngine(engine_pb2_grpc.EngineServiceServicer):
             waiting_count=max(0, len(self._open) - self.slots),
             generated_token_count=self.generated_count,
             paused=self._paused,
+            sleeping=self.is_asleep or not self.has_weights,
         )
 
     async def _read(self, request_iterator: Any, outbox: asyncio.Queue[engine_pb2.GenerationChunk]) -> None:
@@ -269,7 +292,7 @@ class SimulatedEngine(engine_pb2_grpc.EngineServiceServicer):
 
     @property
     def _stands_still(self) -> bool:
-        return self._paused or self.is_applying
+        return self._paused or self.is_applying or self.is_asleep or not self.has_weights
 
     def _may_go_on(self, running: _Running) -> bool:
         return self.token_limit is None or running.made < self.token_limit

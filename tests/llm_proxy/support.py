@@ -9,7 +9,7 @@ from typing import Any
 from llm_proxy.config import LlmProxyConfig
 from llm_proxy.engines import Fleet
 from llm_proxy.server import SERVICE, LlmProxyServicer
-from rollfarm import rpc, tokens
+from rollfarm import rpc, times, tokens
 from rollfarm.config import Listen
 from rollfarm.service import serve
 from rollfarm.testing import simulated_logprob, simulated_token
@@ -91,7 +91,17 @@ class Proxy:
         """Wait until the fleet got there, looked at after every loop turn that did something."""
         assert await self.fleet.progressed.first(lambda: ready() or None, SECONDS)
 
-    async def begin(self, version: int, *engines: Any) -> list[str]:
+    async def sleep(self, *, lease_seconds: float = 60.0, **request: Any) -> list[str]:
+        """Put the engines to sleep; those that do."""
+        sleep = llm_proxy_pb2.SleepEnginesRequest(lease_duration=times.duration(lease_seconds), **request)
+        return list((await rpc.call(self.stub.SleepEngines, sleep, timeout=SECONDS)).engine_ids)
+
+    async def wake(self) -> list[str]:
+        """Wake the engines; those that are awake."""
+        answer = await rpc.call(self.stub.WakeEngines, llm_proxy_pb2.WakeEnginesRequest(), timeout=SECONDS)
+        return list(answer.engine_ids)
+
+    async def begin(self, version: int, *engines: Any, sender_id: str = "") -> list[str]:
         """Stage a version; the reason of each engine's failure, or "" ."""
         transfers = [
             llm_proxy_pb2.EngineTransfer(
@@ -102,7 +112,9 @@ class Proxy:
             )
             for engine in engines
         ]
-        request = llm_proxy_pb2.BeginWeightUpdateRequest(policy_version=version, transfers=transfers)
+        request = llm_proxy_pb2.BeginWeightUpdateRequest(
+            policy_version=version, transfers=transfers, sender_id=sender_id
+        )
         answer = await rpc.call(self.stub.BeginWeightUpdate, request, timeout=SECONDS)
         return [result.failure.reason for result in answer.results]
 
@@ -124,6 +136,7 @@ async def run_proxy(*engines: str, **settings: Any) -> AsyncIterator[Proxy]:
             Listen(drain_seconds=0),
             fleet.run,
             servicer.wake_on_stop,
+            servicer.watch_sleep,
             services=[SERVICE],
             stop=stop,
             started=port.set_result,

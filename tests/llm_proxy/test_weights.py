@@ -145,6 +145,19 @@ async def test_what_a_dead_trainer_staged_is_not_applied_with_its_successor_s_we
         assert (first.version, second.version) == (1, 0)
 
 
+async def test_what_one_sender_brings_to_one_engine_leaves_what_it_staged_on_another() -> None:
+    first, second = SimulatedEngine(), SimulatedEngine()
+    async with first.serve() as one, second.serve() as two, run_proxy(one, two) as proxy:
+        listed = await proxy.serving(2)
+        for engine in listed.engines:
+            await proxy.begin(1, engine, sender_id="trainer")
+        assert sorted((await proxy.commit(1)).engine_ids) == sorted([one, two])
+
+        await proxy.begin(2, listed.engines[0], sender_id="trainer")
+        await proxy.begin(2, listed.engines[1], sender_id="its successor")
+        assert list((await proxy.commit(2)).engine_ids) == [listed.engines[1].engine_id]
+
+
 async def test_an_engine_that_cannot_stage_does_not_hold_up_the_others_and_is_behind_afterwards() -> None:
     good, bad = SimulatedEngine(), SimulatedEngine(stage_error=WeightsMismatch("lm_head has 3 rows."))
     async with good.serve() as first, bad.serve() as second, run_proxy(first, second) as proxy:
@@ -185,6 +198,20 @@ async def test_catching_up_does_not_close_the_gate_for_the_others() -> None:
         await late.until(lambda: late.is_applying)
 
         assert_exact(await proxy.generate(asked("a")))
+
+        committing.cancel()
+
+
+async def test_the_next_version_does_not_wait_for_one_that_catches_up() -> None:
+    early, late = SimulatedEngine(version=4), SimulatedEngine(apply_seconds=3600)
+    async with early.serve() as first, late.serve() as second, run_proxy(first, second) as proxy:
+        listed = await proxy.engines_when(lambda listed: sorted(states(listed)) == [BEHIND, SERVING])
+        await proxy.begin(4, listed.engines[1], sender_id="trainer")
+        committing = asyncio.create_task(proxy.commit(4))
+        await late.until(lambda: late.is_applying)
+
+        await proxy.begin(5, listed.engines[0], sender_id="trainer")
+        assert list((await proxy.commit(5)).engine_ids) == [first]
 
         committing.cancel()
 

@@ -1,0 +1,128 @@
+"""Engines that sleep for a trainer on their devices, through a real llm_proxy."""
+
+import asyncio
+
+import pytest
+
+from rollfarm import times
+from rollfarm.errors import EngineFailed, Unsupported
+from rollfarm.testing import SimulatedEngine
+from tests.llm_proxy.support import asked, assert_exact, run_proxy, versions
+
+
+async def test_running_requests_are_given_back_and_go_on_from_their_tokens_once_the_engines_are_awake() -> None:
+    engine = SimulatedEngine(token_limit=3)
+    async with engine.serve() as address, run_proxy(address) as proxy:
+        running = asyncio.create_task(proxy.generate(asked("running", max_tokens=8)))
+        await proxy.until(lambda: proxy.fleet.router.generated_count == 3)
+        engine.token_limit = None
+
+        assert await proxy.sleep() == [address]
+        waiting = asyncio.create_task(proxy.generate(asked("waiting")))
+        await proxy.until(lambda: proxy.fleet.router.waiting_count == 2)
+        asleep = (await proxy.list_engines()).engines[0]
+        assert (asleep.sleeping, asleep.running_count, engine.open_requests) == (True, 0, [])
+
+        assert await proxy.wake() == [address]
+        for result in (await running, await waiting):
+            assert_exact(result)
+        assert (await running).resumption_count == 1
+        assert not (await proxy.list_engines()).engines[0].sleeping
+
+
+async def test_requests_that_may_drain_finish_first() -> None:
+    engine = SimulatedEngine(token_limit=3)
+    async with engine.serve() as address, run_proxy(address) as proxy:
+        running = asyncio.create_task(proxy.generate(asked("a", max_tokens=8)))
+        await engine.until(lambda: engine.is_stalled)
+
+        sleeping = asyncio.create_task(proxy.sleep(drain_duration=times.duration(60)))
+        await proxy.until(lambda: proxy.fleet.router.engine(address).is_held)
+        assert not engine.is_asleep
+        engine.allow(None)
+
+        assert await sleeping == [address]
+        assert (await running).resumption_count == 0
+
+
+async def test_a_version_comes_while_they_sleep_and_without_weights_nothing_is_generated_before() -> None:
+    engine = SimulatedEngine()
+    async with engine.serve() as address, run_proxy(address) as proxy:
+        await proxy.serving()
+        await proxy.sleep(discard_weights=True)
+        waiting = asyncio.create_task(proxy.generate(asked("a")))
+        assert await proxy.wake() == []
+        await proxy.sleep(discard_weights=True)
+
+        assert await proxy.begin(1, *(await proxy.list_engines()).engines) == [""]
+        await proxy.commit(1)
+        assert engine.is_asleep
+        assert not waiting.done()
+        assert await proxy.wake() == [address]
+
+        assert versions(await waiting) == [1] * 4
+
+
+async def test_when_nobody_renews_the_sleep_the_engines_wake() -> None:
+    engine = SimulatedEngine()
+    async with engine.serve() as address, run_proxy(address) as proxy:
+        await proxy.serving()
+        await proxy.sleep(lease_seconds=0.4)
+        for _ in range(4):
+            await asyncio.sleep(0.2)
+            await proxy.sleep(lease_seconds=0.4)
+        assert engine.is_asleep
+
+        assert_exact(await proxy.generate(asked("a")))
+
+
+async def test_an_engine_that_joins_or_restarts_sleeps_with_the_others() -> None:
+    first, second = SimulatedEngine(), SimulatedEngine()
+    async with run_proxy() as proxy:
+        assert await proxy.sleep() == []
+        async with first.serve() as address:
+            await proxy.attach(address)
+            await first.until(lambda: first.is_asleep)
+        async with second.serve(int(address.rpartition(":")[2])):
+            await second.until(lambda: second.is_asleep)
+
+            assert await proxy.wake() == [address]
+            assert not second.is_asleep
+
+
+async def test_one_that_cannot_sleep_is_an_error_and_the_others_are_awake_afterwards() -> None:
+    able, unable = SimulatedEngine(), SimulatedEngine(sleep_error=Unsupported("It was started without."))
+    async with able.serve() as first, unable.serve() as second, run_proxy(first, second) as proxy:
+        await proxy.serving(2)
+
+        with pytest.raises(Unsupported, match="started without"):
+            await proxy.sleep()
+
+        assert not able.is_asleep
+        assert sorted(await proxy.wake()) == sorted([first, second])
+
+
+async def test_one_that_fails_to_sleep_is_tried_again_and_holds_up_nobody() -> None:
+    able, failing = SimulatedEngine(), SimulatedEngine(sleep_error=EngineFailed("Out of memory."))
+    async with able.serve() as first, failing.serve() as second, run_proxy(first, second) as proxy:
+        await proxy.serving(2)
+
+        assert first in await proxy.sleep()
+
+        failing.sleep_error = None
+        await failing.until(lambda: failing.is_asleep)
+        await proxy.wake()
+        await failing.until(lambda: not failing.is_asleep)
+
+
+async def test_a_trainer_that_wakes_them_after_llm_proxy_restarted_finds_them_awake() -> None:
+    engine = SimulatedEngine()
+    async with engine.serve() as address:
+        async with run_proxy(address) as proxy:
+            await proxy.serving()
+            await proxy.sleep()
+        async with run_proxy(address) as proxy:
+            await proxy.serving()
+            assert engine.is_asleep
+
+            assert await proxy.wake() == [address]
