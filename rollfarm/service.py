@@ -23,6 +23,7 @@ from rollfarm import rpc, telemetry
 from rollfarm.config import EXIT_PORT_IN_USE, Listen
 from rollfarm.error_wire import to_status
 from rollfarm.errors import FarmError
+from rollfarm.imports import end_without_looks
 
 log = structlog.get_logger()
 
@@ -222,6 +223,8 @@ def run(main: Callable[[], Awaitable[None]], *, port_flag: str = "--port") -> No
     except PortInUse as error:
         print(f"{error} Stop what uses the port, or choose another with {port_flag}.", file=sys.stderr)
         raise SystemExit(EXIT_PORT_IN_USE) from None
+    finally:
+        end_without_looks()
     raise SystemExit(0)
 
 
