@@ -43,7 +43,7 @@ def main() -> None:
             drains=[front.http.drain] if front else [],
         )
 
-    run(wire, port_flag="--llm_proxy.listen.port")
+    run(wire, port_flag="--llm_proxy.listen.port", quick=True)
 
 
 def _open_front(config: HttpConfig, model_path: str, fleet: Fleet) -> "Front | None":

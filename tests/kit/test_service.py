@@ -224,6 +224,20 @@ async def test_a_taken_port_is_refused_with_a_remedy():
                 pass
 
 
+def test_a_quick_service_runs_on_uvloop_where_that_is_installed():
+    uvloop = pytest.importorskip("uvloop")
+    loops: list[asyncio.AbstractEventLoop] = []
+
+    async def note() -> None:
+        loops.append(asyncio.get_running_loop())
+
+    for quick in (True, False):
+        with pytest.raises(SystemExit):
+            run(note, quick=quick)
+
+    assert [isinstance(loop, uvloop.Loop) for loop in loops] == [True, False]
+
+
 def serve_grpc(port: int) -> None:
     run(lambda: serve(lambda server: None, Listen(port=port), services=[]), port_flag="--trainer.listen.port")
 
