@@ -1,8 +1,9 @@
 """How weights are packed for a broadcast: the one rule that the trainer and every engine's receiver share.
 
 Tensors keep their order. Consecutive tensors of one dtype fill a bucket of at most `bucket_size_bytes`, which travels
-as one flat buffer; a larger tensor is a bucket of its own. Only the bytes count: either end may broadcast the buffer as
-uint8, and must for dtypes that its backend does not know. No torch here: dtypes are names.
+as one flat buffer; a larger tensor is a bucket of its own and travels in pieces of that size, so that it is gathered,
+sent and checked at the same time. Only the bytes count: either end may broadcast the buffer as uint8, and must for
+dtypes that its backend does not know. No torch here: dtypes are names.
 """
 
 import math
@@ -28,6 +29,9 @@ DTYPE_BYTES = {
 }
 """Size of one element, by the dtype's name without "torch."."""
 
+PIECE_ALIGN_BYTES = 8
+"""Pieces end at multiples of it, so that each holds whole elements."""
+
 
 @dataclass(frozen=True, slots=True)
 class Slot:
@@ -48,7 +52,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """One broadcast."""
+    """One broadcast, or several where a single tensor is larger than `bucket_size_bytes`."""
 
     dtype: str
     """Of every tensor in it, and of the flat buffer."""
@@ -87,6 +91,14 @@ def _runs(
         filled += size_bytes(spec)
     if run:
         yield run[0].dtype, run
+
+
+def pieces(size_bytes: int, bucket_size_bytes: int) -> list[slice]:
+    """The bytes of a bucket that travel together, in order. 0 for `bucket_size_bytes` cuts nothing."""
+    step = max(PIECE_ALIGN_BYTES, bucket_size_bytes - bucket_size_bytes % PIECE_ALIGN_BYTES)
+    if bucket_size_bytes <= 0 or size_bytes <= bucket_size_bytes:
+        return [slice(0, size_bytes)]
+    return [slice(start, min(start + step, size_bytes)) for start in range(0, size_bytes, step)]
 
 
 def fits(tensor: engine_pb2.TensorSpec, dtype: str, filled_bytes: int, bucket_size_bytes: int) -> bool:

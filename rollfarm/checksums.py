@@ -9,10 +9,10 @@ from typing import Any
 import xxhash
 
 TABLE_ITEM_BYTES = 8
-"""Of one bucket's checksum in the table that follows the buckets."""
+"""Of one buffer's checksum in the table that follows the buffers."""
 
 
-def of_bucket(data: Any) -> bytes:
+def of_buffer(data: Any) -> bytes:
     """XXH3 64 of a buffer, 8 bytes, little-endian. Other threads run meanwhile."""
     return xxhash.xxh3_64_intdigest(data).to_bytes(TABLE_ITEM_BYTES, "little")
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from llm_proxy.engine.groups import Group
 from llm_proxy.engine.layout import Layout, check_sums, copy_shared, table_for
 from llm_proxy.engine.stored import open_version
-from rollfarm import buckets
 from rollfarm.errors import InvalidArgument, WeightsBaseMismatch, WeightsFailed, WeightsMismatch, WeightsNotStaged
 from rollfarm.run import ModelConfig
 from rollfarm.threads import in_thread
@@ -77,6 +76,9 @@ class Receiver:
         self._memory = in_ram(0)
         """What a version in files or in another process's memory was copied to last, for the next one."""
 
+        self._announced: tuple[engine_pb2.StageWeightsRequest, Layout | None] = (engine_pb2.StageWeightsRequest(), None)
+        """The tensors that came last by broadcast or shared memory, and where they lie."""
+
         self._meeting = ""
         self._group: Group | None = None
         self._staging: engine_pb2.StageWeightsRequest | None = None
@@ -129,8 +131,7 @@ class Receiver:
         if group is None or group.group_name != request.group_name:
             raise WeightsFailed(f"Weight group {request.group_name} is not joined here.", group_name=request.group_name)
         try:
-            check(request.tensors, self._expected)
-            layout = Layout(buckets.plan(request.tensors, request.bucket_size_bytes))
+            layout = self._layout(request)
             if group.memory.numel() < layout.size_bytes:
                 group.memory = self._new(layout.size_bytes)
             memory = group.memory
@@ -143,13 +144,19 @@ class Receiver:
             raise WeightsFailed(f"Weight group {group.group_name} was replaced meanwhile.", group_name=group.group_name)
         return Staged(request.policy_version, layout.tensors(memory), memory)
 
+    def _layout(self, request: engine_pb2.StageWeightsRequest) -> Layout:
+        """Of what is announced, which is usually what came before. Raises WeightsMismatch and InvalidArgument."""
+        known, layout = self._announced
+        if layout is None or request.tensors != known.tensors or request.bucket_size_bytes != known.bucket_size_bytes:
+            check(request.tensors, self._expected)
+            layout = Layout(request.tensors, request.bucket_size_bytes)
+            self._announced = request, layout
+        return layout
+
     async def _copy(self, request: engine_pb2.StageWeightsRequest) -> Staged:
-        check(request.tensors, self._expected)
-        layout = Layout(buckets.plan(request.tensors, request.bucket_size_bytes))
+        layout = self._layout(request)
         memory = self._taken(layout.size_bytes)
-        buffers = layout.buffers(memory)
-        table = table_for(buffers)
-        await in_thread(lambda: check_sums(copy_shared(request.shared, [*buffers, table]), table))
+        await in_thread(lambda: copy_shared(request.shared, layout.buffers(memory)))
         self._check_newest(request)
         self._memory = memory
         return Staged(request.policy_version, layout.tensors(memory), memory)
@@ -160,7 +167,7 @@ class Receiver:
         self._check_newest(request)
         specs = version.specs()
         check(specs, self._expected, whole=base is None)
-        layout = Layout(buckets.plan(specs, _ONE_EACH))
+        layout = Layout(specs, _ONE_EACH)
         memory = self._taken(layout.size_bytes) if base is None else in_ram(layout.size_bytes)
         tensors = layout.tensors(memory)
         await in_thread(lambda: version.copy_to(tensors))

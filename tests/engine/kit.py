@@ -270,8 +270,9 @@ class Sender:
         self, request: engine_pb2.StageWeightsRequest, tensors: dict[str, Tensor], *, which: slice = slice(None)
     ) -> None:
         for bucket in buckets.plan(request.tensors, request.bucket_size_bytes)[which]:
-            flat = torch.cat([tensors[slot.name].reshape(-1) for slot in bucket.slots])
-            self.process_group.broadcast(flat, 0).wait()
+            flat = torch.cat([tensors[slot.name].reshape(-1) for slot in bucket.slots]).view(torch.uint8)
+            for piece in buckets.pieces(flat.numel(), request.bucket_size_bytes):
+                self.process_group.broadcast(flat[piece], 0).wait()
 
     async def stage(self, host: Host, version: int, tensors: dict[str, Tensor]) -> int:
         request = self.request(version, tensors)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollfarm.buckets import DTYPE_BYTES, plan
+from rollfarm.buckets import DTYPE_BYTES, pieces, plan
 from rollfarm.errors import InvalidArgument
 from rollfarm.v1.engine_pb2 import TensorSpec
 
@@ -33,6 +33,13 @@ def test_a_tensor_over_the_limit_travels_alone() -> None:
     buckets = plan([spec("a", 1), spec("huge", 100), spec("b", 1)], bucket_size_bytes=16)
 
     assert [[s.name for s in b.slots] for b in buckets] == [["a"], ["huge"], ["b"]]
+
+
+def test_only_a_bucket_over_the_limit_is_cut_and_never_within_an_element() -> None:
+    assert pieces(16, bucket_size_bytes=16) == [slice(0, 16)]
+    assert pieces(50, bucket_size_bytes=21) == [slice(0, 16), slice(16, 32), slice(32, 48), slice(48, 50)]
+    assert pieces(20, bucket_size_bytes=3) == [slice(0, 8), slice(8, 16), slice(16, 20)]
+    assert pieces(20, bucket_size_bytes=0) == [slice(0, 20)]
 
 
 def test_scalars_have_one_element_and_empty_tensors_none() -> None:

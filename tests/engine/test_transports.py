@@ -13,16 +13,17 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from llm_proxy.engine.layout import Layout, copy_shared
 from rollfarm import rpc, stored
 from rollfarm.error_wire import to_failure
-from rollfarm.errors import FarmError, WeightsBaseMismatch, WeightsFailed
+from rollfarm.errors import FarmError, InvalidArgument, WeightsBaseMismatch, WeightsFailed
 from rollfarm.v1 import engine_pb2, engine_pb2_grpc, llm_proxy_pb2
 from tests.engine.kit import SECONDS, Host, Reference, connect, embedded_root, other_weights, prompts, serve
 from tests.engine.process import Process
 from trainer.weights import files
 from trainer.weights.groups import Links
 from trainer.weights.memory import arena_for
-from trainer.weights.shared import SharedMemory
+from trainer.weights.shared import SharedMemory, shared_weights
 from trainer.weights.snapshot import Snapshot, Snapshots, read_adapter
 from trainer.weights.store import Store
 from trainer.weights.transport import Transport
@@ -204,10 +205,26 @@ async def test_memory_of_another_process_that_is_gone_is_named(embedded: Host) -
         shared=engine_pb2.SharedWeights(path="/proc/1/fd/999999", offsets=[0] * (len(snapshot.buffers) + 1)),
     )
 
-    with pytest.raises(WeightsFailed, match="cannot be mapped"):
+    with pytest.raises(WeightsFailed, match="cannot be opened"):
         await rpc.call(embedded.stub.StageWeights, request, timeout=SECONDS, retry=False)
 
     await assert_serves(embedded, {})
+
+
+def test_memory_that_is_written_to_while_it_is_copied_is_found_out() -> None:
+    snapshot = snapshots("ipc").take([("a", torch.ones(BUCKET_BYTES))], policy_version=1)
+    layout = Layout(snapshot.specs, snapshot.bucket_size_bytes)
+    shared = shared_weights(snapshot)
+    buffers = layout.buffers(torch.empty(layout.size_bytes, dtype=torch.uint8))
+    copy_shared(shared, buffers)
+    assert torch.cat(buffers).view(torch.float32).tolist() == [1.0] * BUCKET_BYTES
+
+    snapshot.buffers[0][-1] += 1
+
+    with pytest.raises(WeightsFailed, match="Buffer 3 of 4 is not what was sent"):
+        copy_shared(shared, buffers)
+    with pytest.raises(InvalidArgument, match="5 offsets were given for 3 buffers"):
+        copy_shared(shared, buffers[:3])
 
 
 def listed(folder: Path) -> list[Path]:

@@ -21,10 +21,10 @@ from env_manager.config import EnvManagerConfig
 from env_manager.rendering import Renderer
 from env_manager.wiring import open_worker
 from llm_proxy.engine.groups import Group
-from llm_proxy.engine.layout import check_sums, table_for
+from llm_proxy.engine.layout import Layout, check_sums, table_for
 from reward_gateway.config import RewardGatewayConfig
 from reward_gateway.wiring import open_gateway
-from rollfarm import buckets, rpc, tokens
+from rollfarm import rpc, tokens
 from rollfarm.run import DomainConfig, ModelConfig, RunConfig, SamplingConfig
 from rollfarm.testing import SimulatedEngine, simulated_logprob
 from rollfarm.threads import in_thread
@@ -53,8 +53,8 @@ class ReceivingEngine(SimulatedEngine):
         return await super().JoinWeights(request, context)
 
     async def StageWeights(self, request: Any, context: Any) -> Any:
-        plan = buckets.plan(request.tensors, request.bucket_size_bytes)
-        room = [torch.empty(bucket.size_bytes, dtype=torch.uint8) for bucket in plan]
+        layout = Layout(request.tensors, request.bucket_size_bytes)
+        room = layout.buffers(torch.empty(layout.size_bytes, dtype=torch.uint8))
         table = table_for(room)
         await in_thread(lambda: check_sums(self.group.receive([*room, table]), table))
         return await super().StageWeights(request, context)

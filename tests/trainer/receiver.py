@@ -6,8 +6,7 @@ import sys
 import torch
 
 from llm_proxy.engine.groups import Group
-from llm_proxy.engine.layout import check_sums, table_for
-from rollfarm import buckets
+from llm_proxy.engine.layout import Layout, check_sums, table_for
 from rollfarm.errors import FarmError
 from rollfarm.v1 import engine_pb2, llm_proxy_pb2
 
@@ -16,17 +15,12 @@ SECONDS = 20.0
 
 def receive(group: Group, request: llm_proxy_pb2.BeginWeightUpdateRequest) -> dict[str, str]:
     """The hash of each tensor."""
-    plan = buckets.plan(request.tensors, request.bucket_size_bytes)
-    buffers = [torch.empty(bucket.size_bytes, dtype=torch.uint8) for bucket in plan]
+    layout = Layout(request.tensors, request.bucket_size_bytes)
+    memory = torch.empty(layout.size_bytes, dtype=torch.uint8)
+    buffers = layout.buffers(memory)
     table = table_for(buffers)
     check_sums(group.receive([*buffers, table]), table)
-    held: dict[str, str] = {}
-    for bucket, buffer in zip(plan, buffers, strict=True):
-        flat = buffer.view(getattr(torch, bucket.dtype))
-        for slot in bucket.slots:
-            tensor = flat[slot.offset : slot.offset + slot.numel]
-            held[slot.name] = hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
-    return held
+    return {name: hashlib.sha256(tensor.numpy().tobytes()).hexdigest() for name, tensor in layout.tensors(memory)}
 
 
 def main() -> None:

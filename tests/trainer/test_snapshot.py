@@ -58,7 +58,19 @@ def test_the_last_part_is_a_table_of_the_buckets_checksums() -> None:
 
     *full, table = taken.parts()
 
-    assert table.numpy().tobytes() == b"".join(checksums.of_bucket(buffer.numpy()) for buffer in full)
+    assert table.numpy().tobytes() == b"".join(checksums.of_buffer(buffer.numpy()) for buffer in full)
+
+
+def test_a_large_tensor_is_sent_while_it_is_copied() -> None:
+    large = torch.arange(40, dtype=torch.float64).view(8, 5)
+
+    taken = snapshots().take([("large", large)], policy_version=1)
+
+    *pieces, _ = taken.parts()
+    assert [piece.view(torch.float32).tolist() for piece in pieces] == [
+        [float(number) for number in range(start, min(start + 16, 40))] for start in (0, 16, 32)
+    ]
+    assert [bucket.tolist() for bucket in taken.buffers] == [torch.cat(pieces).tolist()]
 
 
 def test_a_tensor_is_needed_only_until_the_next_one_is_asked_for() -> None:

@@ -15,8 +15,7 @@ import pytest
 import torch
 
 from llm_proxy.engine.groups import Group
-from llm_proxy.engine.layout import check_sums, table_for
-from rollfarm import buckets
+from llm_proxy.engine.layout import Layout, check_sums, table_for
 from rollfarm.v1 import llm_proxy_pb2
 from tests.trainer.conftest import ROOT
 from tests.trainer.test_publisher import snapshot
@@ -105,8 +104,8 @@ async def test_both_ends_listen_where_the_other_can_reach_them() -> None:
         (transfer,) = request.transfers
         engine = await asyncio.to_thread(Group, transfer.group, seconds=10)
         assert {address for address, _ in listening() - before} == {"127.0.0.2", "127.0.0.1"}
-        plan = buckets.plan(request.tensors, request.bucket_size_bytes)
-        buffers = [torch.empty(bucket.size_bytes, dtype=torch.uint8) for bucket in plan]
+        layout = Layout(request.tensors, request.bucket_size_bytes)
+        buffers = layout.buffers(torch.empty(layout.size_bytes, dtype=torch.uint8))
         table = table_for(buffers)
         check_sums(engine.receive([*buffers, table]), table)
         result = llm_proxy_pb2.EngineTransferResult(engine_id=transfer.engine_id)

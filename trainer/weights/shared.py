@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import structlog
 
+from rollfarm import buckets
 from rollfarm.threads import in_thread
 from rollfarm.v1 import engine_pb2, llm_proxy_pb2
 from trainer.weights.memory import SharedArena
@@ -22,9 +23,7 @@ class SharedMemory:
 
     async def transfer(self, snapshot: Snapshot, engines: Sequence[llm_proxy_pb2.Engine], begin: Begin) -> list[str]:
         """Every engine reads at once. One that reads too late finds that the checksums do not agree."""
-        arena = snapshot.arena
-        assert isinstance(arena, SharedArena)
-        part_count = await in_thread(lambda: sum(1 for _ in snapshot.parts()))
+        shared = await in_thread(lambda: shared_weights(snapshot))
         request = llm_proxy_pb2.BeginWeightUpdateRequest(
             policy_version=snapshot.policy_version,
             transfers=[
@@ -34,11 +33,21 @@ class SharedMemory:
             tensors=snapshot.specs,
             bucket_size_bytes=snapshot.bucket_size_bytes,
             checksums=True,
-            shared=engine_pb2.SharedWeights(
-                path=arena.path, offsets=[arena.offset(index) for index in range(part_count)]
-            ),
+            shared=shared,
         )
         return staged_by(await begin(request))
+
+
+def shared_weights(snapshot: Snapshot) -> engine_pb2.SharedWeights:
+    """Where each piece of the buckets lies, and the table of their checksums; waits until the snapshot is full."""
+    arena, full = snapshot.arena, snapshot.buffers
+    assert isinstance(arena, SharedArena)
+    offsets = [
+        arena.offset(index) + piece.start
+        for index, bucket in enumerate(full)
+        for piece in buckets.pieces(bucket.numel(), snapshot.bucket_size_bytes)
+    ]
+    return engine_pb2.SharedWeights(path=arena.path, offsets=[*offsets, arena.offset(len(full))])
 
 
 def staged_by(answer: llm_proxy_pb2.BeginWeightUpdateResponse) -> list[str]:

@@ -58,13 +58,14 @@ class Snapshot:
         self.adapter: Adapter | None = None
         """Set, and no tensors, where the version is the base model with an adapter."""
 
+        self._buckets: list[Tensor] = []
         self._parts: list[Tensor] = []
         self._is_full = False
         self._failure: BaseException | None = None
         self._changed = threading.Condition()
 
     def parts(self) -> Iterator[Tensor]:
-        """u8[bytes] for each bucket of `buckets.plan`, and the table of their checksums; each as soon as it is full.
+        """u8[bytes] for each piece of the buckets, and the table of their checksums; each as soon as it is full.
 
         Raises RuntimeError where the weights could not be gathered.
         """
@@ -82,8 +83,10 @@ class Snapshot:
 
     @property
     def buffers(self) -> list[Tensor]:
-        """The buckets alone; waits until all are full."""
-        return list(self.parts())[:-1]
+        """u8[bytes] for each bucket of `buckets.plan`; waits until all are full."""
+        for _ in self.parts():
+            pass
+        return self._buckets
 
     @property
     def size_bytes(self) -> int:
@@ -104,10 +107,14 @@ class Snapshot:
                 yield next(specs), buffer[slot.offset * size : (slot.offset + slot.numel) * size]
 
     def add(self, part: Tensor) -> None:
-        """Whoever fills it: the next bucket, or at last the table, is full."""
+        """Whoever fills it: the next piece, or at last the table, is full."""
         with self._changed:
             self._parts.append(part)
             self._changed.notify_all()
+
+    def add_bucket(self, bucket: Tensor) -> None:
+        """Whoever fills it: all pieces of the next bucket are there."""
+        self._buckets.append(bucket)
 
     def close(self, specs: Specs, failure: BaseException | None = None) -> None:
         """Whoever fills it: all is there, or will never be."""
@@ -189,6 +196,7 @@ class _Filling:
         self._buffer: Tensor | None = None
         self._bucket_dtype = ""
         self._filled = 0
+        self._bucket_count = 0
         self._sums: list[bytes] = []
 
     def put(self, name: str, tensor: Tensor) -> None:
@@ -198,19 +206,30 @@ class _Filling:
         if self._buffer is not None and not buckets.fits(spec, self._bucket_dtype, self._filled, limit):
             self._close_bucket()
         if self._buffer is None:
-            self._buffer = self._snapshot.arena.buffer(len(self._sums), max(size, limit))
+            self._buffer = self._snapshot.arena.buffer(self._bucket_count, max(size, limit))
             self._bucket_dtype = spec.dtype
         place = self._buffer[self._filled : self._filled + size]
-        place.view(dtype).view(tensor.shape).copy_(tensor.detach())
         self._filled += size
         self.specs.append(spec)
+        if size > limit:
+            self._put_pieces(place, tensor.detach().reshape(-1), dtype)
+        else:
+            place.view(dtype).view(tensor.shape).copy_(tensor.detach())
+
+    def _put_pieces(self, place: Tensor, flat: Tensor, dtype: torch.dtype) -> None:
+        """The only tensor of its bucket: its first bytes are sent while the others are copied."""
+        for piece in buckets.pieces(place.numel(), self._snapshot.bucket_size_bytes):
+            part = place[piece]
+            part.view(dtype).copy_(flat[piece.start // dtype.itemsize : piece.stop // dtype.itemsize])
+            self._add(part)
+        self._end_bucket(place)
 
     def finish(self) -> None:
         """The last bucket, and the table of checksums."""
         if self._buffer is not None:
             self._close_bucket()
         table = b"".join(self._sums)
-        place = self._snapshot.arena.buffer(len(self._sums), max(1, len(table)))[: len(table)]
+        place = self._snapshot.arena.buffer(self._bucket_count, max(1, len(table)))[: len(table)]
         if table:
             place.copy_(torch.frombuffer(bytearray(table), dtype=torch.uint8))
         self._snapshot.add(place)
@@ -219,6 +238,14 @@ class _Filling:
     def _close_bucket(self) -> None:
         assert self._buffer is not None
         full = self._buffer[: self._filled]
-        self._sums.append(checksums.of_bucket(full.numpy()))
-        self._snapshot.add(full)
+        self._add(full)
+        self._end_bucket(full)
+
+    def _add(self, part: Tensor) -> None:
+        self._sums.append(checksums.of_buffer(part.numpy()))
+        self._snapshot.add(part)
+
+    def _end_bucket(self, bucket: Tensor) -> None:
+        self._snapshot.add_bucket(bucket)
         self._buffer, self._filled = None, 0
+        self._bucket_count += 1
