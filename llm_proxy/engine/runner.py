@@ -20,6 +20,7 @@ from llm_proxy.engine.batching import Segment
 from llm_proxy.engine.requests import Limits
 from llm_proxy.engine.sampling import sample
 from llm_proxy.engine.stepping import Sampled
+from rollfarm.checkpoint_names import CheckpointNames
 from rollfarm.config import ConfigError
 from rollfarm.run import ModelConfig
 
@@ -57,6 +58,8 @@ class Runner:
     def __init__(self, model: Any, *, slots: int, context_tokens: int, kv_cache_bytes: int) -> None:
         """Raises ConfigError when the model or its cache does not fit."""
         self.model = model
+        self._names = CheckpointNames(model)
+        self._names.views(model.state_dict(keep_vars=True))  # That there are, is known now.
         self.device: torch.device = model.device
         self.context_tokens = _context(model.config, context_tokens)
         self._shapes = _probe(model)
@@ -132,8 +135,9 @@ class Runner:
             layer.values_RTKD.zero_()
 
     def parameters(self) -> dict[str, Tensor]:
-        """Every tensor that a sender may name; those that share memory appear under each of their names."""
-        return dict(self.model.state_dict(keep_vars=True))
+        """Every tensor that a sender may name, as the model's checkpoint has it; those that share memory appear under
+        each of their names, and those that the model has in another form without values."""
+        return self._names.shapes(self.model.state_dict(keep_vars=True))
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Copy values into the named parameters, converting their dtype. After a sleep without weights: into all."""
@@ -145,7 +149,7 @@ class Runner:
 
     @torch.inference_mode()
     def _copy(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        own = self.parameters()
+        own = self._names.views(self.model.state_dict(keep_vars=True))
         for name, tensor in tensors:
             own[name].copy_(tensor, non_blocking=True)
         if self.device.type == "cuda":

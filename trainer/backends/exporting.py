@@ -21,7 +21,7 @@ see trainer.backends.alone."""
 def export_model(
     model: PreTrainedModel, tensors: Iterable[tuple[str, Tensor]], folder: Path, *, tokenizer: str
 ) -> None:
-    """Write the tensors, by their Hugging Face names, as a model of this one's class, with its tokenizer. Collective;
+    """Write the tensors, by the names that they have in `model`, as its checkpoint, with its tokenizer. Collective;
     rank 0 writes, and holds all of them in host memory meanwhile."""
     whole: dict[str, Tensor] = {}
     for name, tensor in tensors:

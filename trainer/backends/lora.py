@@ -63,6 +63,11 @@ def merged(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
         yield layer_name + what, tensor
 
 
+def names_without(model: PreTrainedModel) -> list[str]:
+    """Of every tensor, as they are without adapters."""
+    return [name.replace(BASE, "") for name in model.state_dict() if ".lora_" not in name]
+
+
 def write_adapter(model: PreTrainedModel, config: LoraConfig, folder: Path, *, base: str) -> None:
     """Write the adapters alone into an existing folder, as peft does: engines load them beside the model `base`.
     Collective; rank 0 writes."""

@@ -7,17 +7,19 @@ micro-batches, up to the order of float sums.
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from functools import cached_property
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from rollfarm.checkpoint_names import CheckpointNames
 from trainer.backends import Settings, Write
 from trainer.backends.adapter_record import AdapterRecord, check_record
 from trainer.backends.distributed_checkpoint import DistributedCheckpoint, notes_of
 from trainer.backends.exporting import export_model
-from trainer.backends.lora import merged, whole, write_adapter
+from trainer.backends.lora import merged, names_without, whole, write_adapter
 from trainer.backends.optimizers import Decay, Optimizer, hidden_matrices
 from trainer.backends.passes import backward_pass, is_sound, score_pass, step_metrics
 from trainer.backends.scoring import TokenModel
@@ -124,6 +126,14 @@ class ModuleBackend(ModuleScorer):
         self._optimizer.reset()
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        return self._checkpoint_names.stream(self._tensors())
+
+    @cached_property
+    def _checkpoint_names(self) -> CheckpointNames:
+        return CheckpointNames(self.model, names_without(self.model))
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """By the names that they have in the model."""
         persistent = self.model.state_dict().keys()
         yield from merged(self.model)
         yield from ((name, buffer) for name, buffer in self.model.named_buffers() if name in persistent)
@@ -140,7 +150,7 @@ class ModuleBackend(ModuleScorer):
         self._optimizer.take(state)
 
     def export(self, folder: Path) -> None:
-        export_model(self.model, self.named_tensors(), folder, tokenizer=self._settings.path)
+        export_model(self.model, self._tensors(), folder, tokenizer=self._settings.path)
 
     def export_adapter(self, folder: Path) -> None:
         assert self._settings.lora is not None

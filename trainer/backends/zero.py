@@ -12,6 +12,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
+from rollfarm.checkpoint_names import CheckpointNames
 from rollfarm.config import ConfigError
 from trainer.backend_config import DeepSpeedConfig
 from trainer.backends import Scorer, Settings, Write
@@ -140,6 +142,14 @@ class ZeroBackend(ZeroScorer):
         self._states.reset()
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        return self._checkpoint_names.stream(self._tensors())
+
+    @cached_property
+    def _checkpoint_names(self) -> CheckpointNames:
+        return CheckpointNames(self._module.model)
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """By the names that they have in the model."""
         model = self._module.model
         persistent = model.state_dict().keys()
         for bucket in _buckets(model.named_parameters(remove_duplicate=False)):
@@ -168,7 +178,7 @@ class ZeroBackend(ZeroScorer):
         self._states.set_step(next(iter(steps.values())))
 
     def export(self, folder: Path) -> None:
-        export_model(self._module.model, self.named_tensors(), folder, tokenizer=self._settings.path)
+        export_model(self._module.model, self._tensors(), folder, tokenizer=self._settings.path)
 
     def _initialize(self) -> Any:
         return deepspeed.initialize(

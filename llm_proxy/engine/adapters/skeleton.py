@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from llm_proxy.engine.config import EngineConfig
 from llm_proxy.engine.receiver import Allocate, Staged
 from llm_proxy.engine.requests import Limits
+from rollfarm.checkpoint_names import CheckpointNames
 from rollfarm.config import ConfigError
 from rollfarm.run import ModelConfig
 
@@ -31,13 +32,13 @@ def model_shapes(model: ModelConfig, config: EngineConfig) -> tuple[dict[str, Te
             f"engine.context_tokens: {config.context_tokens} is more than the model's {most}. Lower it, or set 0."
         )
     limits = Limits(config.slots, config.context_tokens or most, text.vocab_size)
-    return dict(skeleton.state_dict(keep_vars=True)), limits
+    return CheckpointNames(skeleton).shapes(skeleton.state_dict(keep_vars=True)), limits
 
 
 def base_weights(model: ModelConfig, allocate: Allocate) -> Staged:
     """Version 0, read from the model's folder into memory of `allocate`."""
     loaded: Any = AutoModelForCausalLM.from_pretrained(model.path, dtype=getattr(torch, model.dtype))
-    tensors = dict(loaded.named_parameters())
+    tensors = dict(CheckpointNames(loaded).stream(loaded.named_parameters()))
     places = list(accumulate((_aligned(tensor.nbytes) for tensor in tensors.values()), initial=0))
     memory = allocate(places[-1])
     views: list[tuple[str, Tensor]] = []
