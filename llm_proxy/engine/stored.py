@@ -7,6 +7,7 @@ leaks in.
 """
 
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,6 +21,9 @@ from rollfarm import stored
 from rollfarm.errors import InvalidArgument, Unsupported, WeightsMismatch
 from rollfarm.run import ModelConfig
 from rollfarm.v1 import engine_pb2
+
+_THREADS = 4
+"""Tensors that are copied at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +51,13 @@ class StoredVersion:
 
     def copy_to(self, views: Iterable[tuple[str, Tensor]]) -> None:
         """Fill memory with the values."""
-        for name, view in views:
-            delta = self.deltas.get(name)
-            view.copy_(self.tensors[name] if delta is None else delta.added_to(self.tensors[name]))
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="copy-weights") as threads:
+            for copied in [threads.submit(self._copy, name, view) for name, view in views]:
+                copied.result()
+
+    def _copy(self, name: str, view: Tensor) -> None:
+        delta = self.deltas.get(name)
+        view.copy_(self.tensors[name] if delta is None else delta.added_to(self.tensors[name]))
 
 
 def open_version(

@@ -34,10 +34,15 @@ DTYPE_CODES = {
 """As safetensors names dtypes."""
 
 FILE_BYTES = 256 * 1024 * 1024
-"""A file takes tensors until it has so many; several are hashed at a time, here and by the engines."""
+"""A file takes tensors until it has so many, or its share of a smaller version."""
+
+FILES = 16
+"""A version is cut in about as many files, unless those were larger: several are hashed at a time, here and by the
+engines."""
 
 _THREADS = 4
-_CHUNK_BYTES = 4 * 1024 * 1024
+_CHUNK_BYTES = 512 * 1024
+"""Hashed while it is still in the cache."""
 
 Part = tuple[engine_pb2.TensorSpec, Tensor]
 """A tensor's spec and its bytes."""
@@ -52,9 +57,11 @@ def write(folder: Path, parts: Iterable[Part]) -> list[engine_pb2.StoredFile]:
 
 def _shards(parts: Iterable[Part]) -> list[list[Part]]:
     shards: list[list[Part]] = [[]]
+    listed = list(parts)
+    enough = min(FILE_BYTES, sum(data.numel() for _, data in listed) // FILES)
     filled = 0
-    for part in parts:
-        if shards[-1] and filled >= FILE_BYTES:
+    for part in listed:
+        if shards[-1] and filled >= enough:
             shards.append([])
             filled = 0
         shards[-1].append(part)
