@@ -25,7 +25,7 @@ from env_manager.transcript import Played, seed_of
 from env_manager.worlds import World
 from rollfarm import reward, rpc, times, tokens
 from rollfarm.env import Observation
-from rollfarm.errors import AgentFailed, FarmError
+from rollfarm.errors import AgentFailed, EnvironmentFailed, FarmError
 from rollfarm.v1 import llm_proxy_pb2, sample_buffer_pb2, trajectory_pb2
 
 log = structlog.get_logger()
@@ -66,6 +66,8 @@ class Agent:
     async def converse(self, lease: sample_buffer_pb2.EpisodeLease, world: World) -> Played:
         """Run the agent and have the environment judge it."""
         shown = await world.reset()
+        if shown.images:
+            raise EnvironmentFailed("The environment shows images, and an agent is given text. Play it without agents.")
         async with self._session(lease) as session:
             ran = await self._runner.run(task_text(shown), variables_of(session), self._seconds)
             recorded = read_record(await self._close(lease.lease_id, SESSION_SECONDS))

@@ -205,6 +205,7 @@ class TurnLoop:
                 sampling=sampling,
                 session_id=lease.lease_id,
                 trace_id=telemetry.trace_id.get(),
+                images=transcript.images,
             ),
             min_version=episode.policy_version,
             priority=episode.policy_version,

@@ -1,9 +1,9 @@
-"""What env_manager needs of the model: its tokenizer and its context. Never its weights, and so never torch."""
+"""What env_manager needs of the model: tokenizer, image processor and context. Never weights, and so never torch."""
 
 from typing import Any
 
 from env_manager.rendering import Renderer, Rewriting
-from rollfarm import chat
+from rollfarm import chat, images
 from rollfarm.config import ConfigError
 
 
@@ -19,4 +19,5 @@ def load(
         raise ConfigError(
             f"env_manager.context_tokens: {context_tokens} is more than the model's {model_tokens}. Lower it, or set 0."
         )
-    return Renderer(tokenizer, variables, rewriting=rewriting), context_tokens or model_tokens
+    renderer = Renderer(tokenizer, variables, rewriting=rewriting, eyes=images.load(path))
+    return renderer, context_tokens or model_tokens

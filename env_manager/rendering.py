@@ -17,13 +17,14 @@ from typing import Any, Literal, cast
 import structlog
 from jinja2 import TemplateError
 
-from rollfarm import tokens
+from rollfarm import images, tokens
 from rollfarm.chat import LONG, SENTINEL, ChatTemplate, Tokenizer
 from rollfarm.chat.messages import ASSISTANT, SYSTEM, TOOL, USER, Call, Message, Tool
 from rollfarm.chat.replies import Reader, Reading
 from rollfarm.chat.suffixes import Rendering, Rewritten, Suffixes
-from rollfarm.env import Action, Observation, Step, ToolCall
+from rollfarm.env import Action, Image, Observation, Step, ToolCall
 from rollfarm.errors import EnvironmentFailed
+from rollfarm.images import ImageTokens, PlacedImage
 from rollfarm.v1 import trajectory_pb2
 
 log = structlog.get_logger()
@@ -34,6 +35,9 @@ REMEMBERED = 4096
 SHORT = 1024
 """Characters up to which a rendering is worth keeping, and bytes up to which a decoding is."""
 
+MOST_IMAGE_BYTES = 32 * 1024 * 1024
+"""Of an episode's images together: a request carries all of them, and a message has bounds."""
+
 EXCERPT = 200
 """Characters of a tool that an error shows."""
 
@@ -42,6 +46,9 @@ Rewriting = Literal["segment", "append"]
 
 REFUSED = (TemplateError, TypeError, ValueError)
 """What a template raises of messages that it does not take."""
+
+Seen = tuple[bytes, str, int]
+"""An image as the model sees it: its bytes, its media type and its tokens."""
 
 SYSTEM_AUTHOR, ENVIRONMENT = trajectory_pb2.AUTHOR_SYSTEM, trajectory_pb2.AUTHOR_ENVIRONMENT
 
@@ -58,6 +65,9 @@ class Span:
 
     text: str
     """The words alone, for people: of a new segment, those that were not said before."""
+
+    images: Sequence[PlacedImage] = ()
+    """Offsets are in the span."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +99,20 @@ class Renderer:
     """Renders for one model."""
 
     def __init__(
-        self, tokenizer: Tokenizer, variables: Mapping[str, Any] | None = None, *, rewriting: Rewriting = "segment"
+        self,
+        tokenizer: Tokenizer,
+        variables: Mapping[str, Any] | None = None,
+        *,
+        rewriting: Rewriting = "segment",
+        eyes: ImageTokens | None = None,
     ) -> None:
-        """`variables` go to the chat template. Raises ConfigError when the template cannot hold a conversation."""
+        """`variables` go to the chat template; `eyes` is what the model makes of images, if it takes any. Raises
+        ConfigError when the template cannot hold a conversation."""
         self.chat = ChatTemplate(tokenizer, variables)
         self.reading = Reading(self.chat)
         self.suffixes = Suffixes(self.chat)
         self.rewriting: Rewriting = rewriting
+        self.eyes = eyes
         self.stop_token_ids = self.chat.stop_token_ids
         self._encoded = functools.lru_cache(REMEMBERED)(self._encode)
         self._decoded = functools.lru_cache(REMEMBERED)(self._decode)
@@ -115,6 +132,19 @@ class Renderer:
         if len(text) <= SHORT:
             return self._encoded(text)
         return await asyncio.to_thread(self._encode, text) if len(text) > LONG else self._encode(text)
+
+    async def look(self, shown: Sequence[Image]) -> list[Seen]:
+        """The images as large as the model sees them. Raises EnvironmentFailed."""
+        eyes = self.eyes
+        if not shown:
+            return []
+        if eyes is None:
+            kinds = ", ".join(images.MODEL_TYPES)
+            raise EnvironmentFailed(f"The environment shows images, and the model takes none. Use one of {kinds}.")
+        try:
+            return await asyncio.to_thread(lambda: [_seen(eyes, image) for image in shown])
+        except images.BadImage as problem:
+            raise EnvironmentFailed(f"The environment shows what is no image to take: {problem}.") from None
 
     def decode(self, token_ids: bytes) -> str:
         """The words, special tokens left out."""
@@ -156,6 +186,11 @@ class Renderer:
         return ""
 
 
+def _seen(eyes: ImageTokens, image: Image) -> Seen:
+    data, media_type = eyes.fitted(image.data, image.media_type)
+    return data, media_type, eyes.count(data, media_type)
+
+
 class Conversation:
     """One episode's, message by message."""
 
@@ -163,9 +198,12 @@ class Conversation:
         self._renderer = renderer
         self._tools = tuple(shown.tools)
         self._system = Message(SYSTEM, shown.system)
-        self._text = shown.text
+        self._shown = shown
+        self._seen: list[Seen] = []
+        """Every image so far."""
+
         instructions = [self._system.shown] if shown.system else []
-        self._messages = [*instructions, Message(USER, shown.text).shown]
+        self._messages = [*instructions, Message(USER, shown.text, images=len(shown.images)).shown]
         self._rendering: Rendering | None = None
         """The latest prompt; None where the template refused to render it."""
 
@@ -177,18 +215,19 @@ class Conversation:
 
     async def opening(self) -> Prompt:
         """The first prompt. Raises EnvironmentFailed."""
+        seen = await self._look(self._shown.images)
         try:
             rendered = self._render(self._messages)
             self._rendering = Rendering.of(rendered)
         except REFUSED as error:
             raise EnvironmentFailed(f"The model's chat template cannot render the observation: {error}.") from error
         encode = self._renderer.encode
-        ids, system = await encode(rendered), self._system
+        ids, system, text = await encode(rendered), self._system, self._shown.text
         alone = await encode(self._renderer.system_text(system, self._tools, rendered)) if system.content else b""
         if alone and len(alone) < len(ids) and ids.startswith(alone):
             instructions = Span(SYSTEM_AUTHOR, alone, system.content)
-            return Prompt((instructions, Span(ENVIRONMENT, ids[len(alone) :], self._text)))
-        return Prompt((Span(ENVIRONMENT, ids, f"{system.content}\n\n{self._text}" if system.content else self._text),))
+            return Prompt((instructions, self._span(ids[len(alone) :], text, seen)))
+        return Prompt((self._span(ids, f"{system.content}\n\n{text}" if system.content else text, seen),))
 
     def read(self, written: bytes) -> Reply:
         """What the policy wrote, which the conversation goes on from."""
@@ -205,8 +244,13 @@ class Conversation:
         """What the policy is shown of the environment's answer. Raises EnvironmentFailed."""
         new = [
             *(Message(TOOL, each.text, call_id=each.tool_call_id, name=each.name) for each in step.tool_results),
-            *([Message(USER, step.text)] if step.text or not step.tool_results else []),
+            *(
+                [Message(USER, step.text, images=len(step.images))]
+                if step.text or step.images or not step.tool_results
+                else []
+            ),
         ]
+        seen = await self._look(step.images)
         before, rendered = self._messages, ""
         self._messages = [*before, *(message.shown for message in new)]
         try:
@@ -223,7 +267,29 @@ class Conversation:
         ids = await self._renderer.encode(suffix)
         if ids.startswith(self._last_token):  # the policy ended its turn as the template does
             ids = ids[4:]
-        return Prompt((Span(ENVIRONMENT, ids, words(step)),))
+        return Prompt((self._span(ids, words(step), seen),))
+
+    async def _look(self, shown: Sequence[Image]) -> list[Seen]:
+        """The images, which are remembered. Raises EnvironmentFailed."""
+        seen = await self._renderer.look(shown)
+        self._seen += seen
+        size = sum(map(len, {data for data, _, _ in self._seen}))
+        if size > MOST_IMAGE_BYTES:
+            raise EnvironmentFailed(
+                f"The environment showed images of {size:,} bytes; an episode may show {MOST_IMAGE_BYTES:,}.", size=size
+            )
+        return seen
+
+    def _span(self, ids: bytes, text: str, seen: Sequence[Seen]) -> Span:
+        """What the environment shows: each image's placeholder as often as the image has tokens. Raises
+        EnvironmentFailed."""
+        if not self._seen or self._renderer.eyes is None:
+            return Span(ENVIRONMENT, ids, text)
+        try:
+            expanded, placed = images.expand(tokens.unpack_ids(ids), seen, self._renderer.eyes.token_id)
+        except images.BadImage as problem:
+            raise EnvironmentFailed(f"The model's chat template cannot render the images: {problem}.") from None
+        return Span(ENVIRONMENT, tokens.pack_ids(expanded), text, placed)
 
     def _read(self, written: bytes) -> tuple[str, Message, str]:
         """The text, the message that it is, and what was wrong with its tool calls."""
@@ -258,7 +324,8 @@ class Conversation:
     async def _anew(self, rendered: str, step: Step, why: str) -> Prompt:
         log.debug("the template rewrites what was said: a new segment", cause=why)
         self._rendering = Rendering.of(rendered)
-        return Prompt((Span(ENVIRONMENT, await self._renderer.encode(rendered), words(step)),), begins_segment=True)
+        ids = await self._renderer.encode(rendered)
+        return Prompt((self._span(ids, words(step), self._seen),), begins_segment=True)
 
     def _render(self, messages: Sequence[Mapping[str, Any]], *, prompt: bool = True) -> str:
         return self._renderer.chat.render(messages, tools=self._tools or None, prompt=prompt)

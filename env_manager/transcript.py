@@ -5,11 +5,12 @@ Concatenated, the turns of a segment are exactly the tokens that the engines saw
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from env_manager.rendering import Prompt, words
-from rollfarm import times
+from rollfarm import images, times
 from rollfarm.env import Observation, Step
+from rollfarm.images import PlacedImage
 from rollfarm.v1 import llm_proxy_pb2, reward_gateway_pb2, sample_buffer_pb2, trajectory_pb2
 
 
@@ -25,6 +26,12 @@ class Transcript:
         self._prompt = bytearray()
         """Of the segment."""
 
+        self._seen: list[PlacedImage] = []
+        """Of the segment; offsets are in the prompt."""
+
+        self._written: set[bytes] = set()
+        """Images that the turns hold, by their SHA-256."""
+
         self._reference = shown.reference
         self._state_hash = shown.state_hash
         self._last = Step()
@@ -39,13 +46,23 @@ class Transcript:
         """Tokens of the segment so far."""
         return len(self._prompt) // 4
 
+    @property
+    def images(self) -> Sequence[trajectory_pb2.ImagePart]:
+        """What the prompt shows, as it travels with the prompt."""
+        return images.write_once(self._seen, set())
+
     def show(self, prompt: Prompt) -> None:
         """Append what the policy is shown."""
         if prompt.begins_segment:
             self._prompt.clear()
+            self._seen.clear()
         for number, span in enumerate(prompt.spans):
             begins = prompt.begins_segment and not number
-            self._turns.append(trajectory_pb2.Turn(author=span.author, token_ids=span.token_ids, begins_segment=begins))
+            parts = images.write_once(span.images, self._written)
+            self._turns.append(
+                trajectory_pb2.Turn(author=span.author, token_ids=span.token_ids, begins_segment=begins, images=parts)
+            )
+            self._seen += [replace(image, offset=image.offset + self.token_count) for image in span.images]
             self._texts.append(span.text)
             self._prompt += span.token_ids
 

@@ -77,6 +77,19 @@ class ToolResult:
     """What the policy sees of it."""
 
 
+MediaType = Literal["image/png", "image/jpeg"]
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """What the policy sees, where the model takes images."""
+
+    data: bytes
+    """A PNG or a JPEG, in colour or grey, not transparent and not turned by EXIF; at most 8 MiB."""
+
+    media_type: MediaType = "image/png"
+
+
 @dataclass(frozen=True, slots=True)
 class Observation:
     """The first thing that the policy sees."""
@@ -95,6 +108,9 @@ class Observation:
 
     tools: Sequence[Mapping[str, Any]] = ()
     """Tools that the policy may call, as OpenAI's chat completions describe them."""
+
+    images: Sequence[Image] = ()
+    """Shown before the text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +137,9 @@ class Step:
 
     tool_results: Sequence[ToolResult] = ()
     """What the action's tool calls gave, shown before the text."""
+
+    images: Sequence[Image] = ()
+    """Shown before the text, and after what tool calls gave."""
 
 
 class Environment(ABC):

@@ -4,14 +4,14 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
-from rollfarm.env import Action, Observation, Step, ToolCall, ToolResult
+from rollfarm.env import Action, Image, MediaType, Observation, Step, ToolCall, ToolResult
 from rollfarm.reward import Author, Turn
 from rollfarm.v1 import environment_pb2, trajectory_pb2
 
 
 def to_reset(shown: Observation) -> environment_pb2.ResetResponse:
     """What reset returned."""
-    messages = [environment_pb2.Message(author=trajectory_pb2.AUTHOR_ENVIRONMENT, text=shown.text)]
+    messages = [_shown(shown.text, shown.images)]
     if shown.system:
         messages.insert(0, environment_pb2.Message(author=trajectory_pb2.AUTHOR_SYSTEM, text=shown.system))
     return environment_pb2.ResetResponse(
@@ -30,6 +30,7 @@ def from_reset(answer: environment_pb2.ResetResponse) -> Observation:
         reference=answer.reference,
         state_hash=answer.state_hash,
         tools=_list(answer.tools_json, "tools_json"),
+        images=_images(answer.messages),
     )
 
 
@@ -44,8 +45,8 @@ def to_step(step: Step) -> environment_pb2.StepResponse:
         )
         for result in step.tool_results
     ]
-    if step.text:
-        messages.append(environment_pb2.Message(author=trajectory_pb2.AUTHOR_ENVIRONMENT, text=step.text))
+    if step.text or step.images:
+        messages.append(_shown(step.text, step.images))
     return environment_pb2.StepResponse(
         messages=messages,
         reward=step.reward,
@@ -67,9 +68,10 @@ def from_step(answer: environment_pb2.StepResponse) -> Step:
         metrics=answer.metrics,
         tool_results=[
             ToolResult(message.tool_call_id, message.tool_name, message.text)
-            for message in _without_images(answer.messages)
+            for message in answer.messages
             if message.tool_call_id
         ],
+        images=_images(answer.messages),
     )
 
 
@@ -134,15 +136,23 @@ def from_score(answer: environment_pb2.EnvironmentServiceScoreResponse) -> Step:
 
 
 def _text(messages: Iterable[environment_pb2.Message], author: "trajectory_pb2.Author.ValueType") -> str:
-    shown = [message for message in _without_images(messages) if message.author == author and not message.tool_call_id]
+    shown = [message for message in messages if message.author == author and not message.tool_call_id]
     return "\n\n".join(message.text for message in shown)
 
 
-def _without_images(messages: Iterable[environment_pb2.Message]) -> Iterable[environment_pb2.Message]:
+def _shown(text: str, images: Iterable[Image]) -> environment_pb2.Message:
+    parts = [trajectory_pb2.ImagePart(data=image.data, media_type=image.media_type) for image in images]
+    return environment_pb2.Message(author=trajectory_pb2.AUTHOR_ENVIRONMENT, text=text, images=parts)
+
+
+def _images(messages: Iterable[environment_pb2.Message]) -> list[Image]:
+    """Those of the environment, in order; which media types there are is checked with the rest of what it shows."""
+    found: list[Image] = []
     for message in messages:
-        if message.images:
-            raise ValueError("it shows images, and env_manager renders text alone")
-        yield message
+        if message.images and (message.tool_call_id or message.author != trajectory_pb2.AUTHOR_ENVIRONMENT):
+            raise ValueError("it shows images in instructions, or as what a tool gave; show them beside the text")
+        found += [Image(part.data, cast(MediaType, part.media_type)) for part in message.images]
+    return found
 
 
 def _list(text: str, what: str) -> list[Any]:

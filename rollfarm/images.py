@@ -70,6 +70,26 @@ class Patches:
     """Patches of each image in time (1), height and width."""
 
 
+def expand(
+    ids: NDArray[np.int32], shown: Sequence[tuple[bytes, str, int]], token_id: int
+) -> tuple[NDArray[np.int32], list[PlacedImage]]:
+    """The tokens, each image's placeholder as often as the image has tokens; and where the images then are.
+
+    ids     with one placeholder, `token_id`, for each image
+    shown   of each image its bytes, its media type and its tokens
+
+    Raises BadImage where there are more placeholders or less than images.
+    """
+    at = (ids == token_id).nonzero()[0]
+    if len(at) != len(shown):
+        raise BadImage(f"{len(shown)} images are shown, and the text holds the placeholders of {len(at)}")
+    counts = np.ones(len(ids), np.int64)
+    counts[at] = [count for _, _, count in shown]
+    begins = (np.cumsum(counts) - counts)[at].tolist()
+    placed = [PlacedImage(data, kind, begin, count) for begin, (data, kind, count) in zip(begins, shown, strict=True)]
+    return np.repeat(ids, counts), placed
+
+
 def place(
     parts: Iterable[trajectory_pb2.ImagePart], token_count: int, known: dict[bytes, bytes], *, at: int = 0
 ) -> list[PlacedImage]:
@@ -99,11 +119,8 @@ def place(
     return placed
 
 
-def write_once(images: Iterable[PlacedImage], written: set[bytes], *, less: int = 0) -> list[trajectory_pb2.ImagePart]:
-    """The images as they travel, `less` subtracted from their offsets.
-
-    `written` holds the SHA-256 of those that the same message has already, and gets the others'.
-    """
+def write_once(images: Iterable[PlacedImage], written: set[bytes]) -> list[trajectory_pb2.ImagePart]:
+    """The images as they travel. `written` holds the SHA-256 of those that the message holds, and gets others'."""
     parts: list[trajectory_pb2.ImagePart] = []
     for image in images:
         name = _digest(image.data)
@@ -111,7 +128,7 @@ def write_once(images: Iterable[PlacedImage], written: set[bytes], *, less: int 
             trajectory_pb2.ImagePart(
                 data=b"" if name in written else image.data,
                 media_type=image.media_type,
-                token_offset=image.offset - less,
+                token_offset=image.offset,
                 token_count=image.count,
                 sha256=name,
             )
@@ -142,6 +159,29 @@ class ImageTokens:
         except ValueError as error:
             raise BadImage(f"the model takes no image of {width} x {height}: {error}") from None
         return patches // self.merge**2
+
+    def fitted(self, data: bytes, media_type: str) -> tuple[bytes, str]:
+        """The image as large as the model sees it: itself, or a PNG that was resized.
+
+        So every reader sees the same pixels: those that resize with another library get none to resize. Raises BadImage
+        unless it is an image that is taken, to its last pixel.
+        """
+        check(data, media_type)
+        processor = self._processor
+        with _opened(data, media_type) as opened:
+            width, height = opened.size
+            pixels_CHW = np.moveaxis(np.asarray(opened.convert("RGB")), -1, 0)
+        try:
+            resized_CHW: NDArray[np.uint8] = processor.resize(
+                pixels_CHW, processor.size, processor.resample, processor.patch_size * self.merge
+            )
+        except ValueError as error:
+            raise BadImage(f"the model takes no image of {width} x {height}: {error}") from None
+        if resized_CHW.shape == pixels_CHW.shape:
+            return data, media_type
+        buffer = io.BytesIO()
+        _pillow().fromarray(np.ascontiguousarray(np.moveaxis(resized_CHW, 0, -1))).save(buffer, "PNG")
+        return buffer.getvalue(), "image/png"
 
     def patches(self, images: Sequence[PlacedImage]) -> Patches:
         """The images as the vision tower takes them. Raises BadImage where they cannot be decoded."""
@@ -175,6 +215,14 @@ def load(path: str) -> ImageTokens | None:
         raise ConfigError(f"model.path: the images of {path!r} cannot be processed: {error}") from None
 
 
+def auto_class(model_type: str) -> Any:
+    """What transformers loads models of the architecture by: those that are read with a head, and with their vision
+    tower where it is understood. Needs torch."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if model_type in MODEL_TYPES else AutoModelForCausalLM
+
+
 def check(data: bytes, media_type: str) -> None:
     """Raise BadImage unless it is an image that is taken, to its last pixel."""
     if not 0 < len(data) <= MOST_BYTES:
@@ -182,8 +230,11 @@ def check(data: bytes, media_type: str) -> None:
     with _opened(data, media_type) as opened:
         try:
             opened.load()
+            turned = opened.getexif().get(ORIENTATION, 1) != 1
         except (OSError, SyntaxError, ValueError) as error:
             raise BadImage(f"an image cannot be decoded: {error}") from None
+    if turned:
+        raise BadImage("an image's EXIF says that it is turned: turn its pixels instead")
 
 
 def _processor(path: str) -> Any:
@@ -208,8 +259,6 @@ def _opened(data: bytes, media_type: str) -> Any:
         raise BadImage(f"an image has {width} x {height} pixels; at most {MOST_PIXELS} are taken")
     if opened.mode not in MODES:
         raise BadImage(f"an image's mode is {opened.mode}; {' and '.join(MODES)} are taken: convert it")
-    if opened.getexif().get(ORIENTATION, 1) != 1:
-        raise BadImage("an image's EXIF says that it is turned: turn its pixels instead")
     return opened
 
 

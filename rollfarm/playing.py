@@ -13,9 +13,9 @@ from typing import Any
 
 import structlog
 
-from rollfarm import foreign
+from rollfarm import foreign, images
 from rollfarm.config import ConfigError
-from rollfarm.env import Action, Environment, Kind, Observation, Step, ToolResult, name_of
+from rollfarm.env import Action, Environment, Image, Kind, Observation, Step, ToolResult, name_of
 from rollfarm.errors import EnvironmentFailed, FarmError, InvalidArgument, UnknownSession
 from rollfarm.registry import check_settings
 from rollfarm.reward import Turn
@@ -139,6 +139,7 @@ def read_observation(environment: str, returned: object, most_chars: int = 0) ->
             state_hash=foreign.text(shown.state_hash, "the observation's state_hash"),
             system=foreign.text(shown.system, "the observation's system"),
             tools=tools,
+            images=_images(shown.images),
         )
         _bound(
             "reset",
@@ -171,6 +172,7 @@ def read_step(environment: str, returned: object, most_chars: int = 0, *, what: 
                 for name, value in returned.metrics.items()
             },
             tool_results=_tool_results(returned.tool_results),
+            images=_images(returned.images),
         )
         texts = (step.text, step.state_hash, *(result.text for result in step.tool_results), *step.metrics)
         _bound(what, texts, most_chars)
@@ -203,6 +205,19 @@ def _tool_results(value: object) -> list[ToolResult]:
         )
         for result in value
     ]
+
+
+def _images(value: object) -> list[Image]:
+    """The images, each looked at from outside: what it holds is env_manager's to see."""
+    if not isinstance(value, Sequence) or not all(isinstance(image, Image) for image in value):
+        raise ValueError("its images is no list of Images")
+    shown = [Image(bytes(image.data), image.media_type) for image in value]
+    for image in shown:
+        if image.media_type not in images.MEDIA_TYPES:
+            raise ValueError(f"an image is {image.media_type!r}, not one of {', '.join(images.MEDIA_TYPES)}")
+        if not 0 < len(image.data) <= images.MOST_BYTES:
+            raise ValueError(f"an image has {len(image.data):,} bytes; 1 to {images.MOST_BYTES:,} are taken")
+    return shown
 
 
 def _bound(what: str, texts: Iterable[str], most_chars: int) -> None:

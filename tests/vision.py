@@ -1,16 +1,20 @@
 """Tiny vision-language models with random weights, and images for them."""
 
 import io
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike, NDArray
 from PIL import Image
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
+from torch import Tensor
 from transformers import (
+    AutoModelForImageTextToText,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2_5_VLConfig,
@@ -21,6 +25,9 @@ from transformers import (
     Qwen3VLForConditionalGeneration,
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+from rollfarm import images
+from rollfarm.images import PlacedImage
 
 Kind = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
 
@@ -103,6 +110,55 @@ def make_model(folder: Path, kind: Kind = "qwen2_5_vl", *, seed: int = 0) -> Pat
     tokenizer.save_pretrained(folder)
     Qwen2VLImageProcessorPil(min_pixels=28 * 28, max_pixels=16 * 28 * 28).save_pretrained(folder)
     return folder
+
+
+class Reference:
+    """A model as transformers has it, with its own positions."""
+
+    def __init__(self, path: Path, tensors: Mapping[str, Tensor] | None = None) -> None:
+        """`tensors` in place of the parameters of the folder."""
+        eyes = images.load(str(path))
+        assert eyes is not None
+        self._eyes = eyes
+        self._model: Any = AutoModelForImageTextToText.from_pretrained(
+            path, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+        if tensors is not None:
+            self._model.load_state_dict(dict(tensors))
+
+    @torch.no_grad()
+    def logprobs(self, ids: ArrayLike, seen: Sequence[PlacedImage]) -> NDArray[np.float32]:
+        """[T, V], what follows each token. No token is IDS["left"].
+
+        The model takes every placeholder for an image. One that a policy wrote is shown to it by another token that has
+        its embedding, as engines do.
+        """
+        ids_1T = torch.as_tensor(np.asarray(ids, np.int64))[None]
+        kinds_1T = torch.zeros(ids_1T.shape, dtype=torch.int32)
+        for image in seen:
+            kinds_1T[0, image.offset : image.offset + image.count] = 1
+        pixels: dict[str, Any] = {}
+        if seen:
+            patches = self._eyes.patches(seen)
+            pixels["pixel_values"] = torch.tensor(patches.pixels_ND)
+            pixels["image_grid_thw"] = torch.tensor(patches.grid_I3)
+        embeddings = self._model.get_input_embeddings().weight
+        saved = embeddings[IDS["left"]].clone()
+        embeddings[IDS["left"]] = embeddings[IMAGE_ID]
+        shown_1T = ids_1T.masked_fill((ids_1T == IMAGE_ID) & (kinds_1T == 0), IDS["left"])
+        logits_1TV = self._model(input_ids=shown_1T, mm_token_type_ids=kinds_1T, **pixels).logits
+        embeddings[IDS["left"]] = saved
+        return logits_1TV[0].log_softmax(-1).numpy()
+
+
+def other_weights(path: Path, *, seed: int) -> dict[str, Tensor]:
+    """Values for the parameters, unlike those of the folder."""
+    dice = torch.Generator().manual_seed(seed)
+    model: Any = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
+    return {
+        name: param.detach() + 0.05 * torch.randn(param.shape, generator=dice)
+        for name, param in model.named_parameters()
+    }
 
 
 def picture(width: int, height: int, *, seed: int = 0, mode: str = "RGB", kind: str = "PNG") -> bytes:

@@ -3,9 +3,13 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from rollfarm import images
 from rollfarm.error_wire import to_failure
 from rollfarm.errors import FarmError, InvalidArgument
 from rollfarm.generation import check_prompt, check_sampling
+from rollfarm.images import PlacedImage
 from rollfarm.tokens import Ids, pack_ids, pack_logprobs, unpack_ids
 from rollfarm.v1 import engine_pb2, trajectory_pb2
 
@@ -28,6 +32,9 @@ class Limits:
     vocabulary_size: int
     """Token ids lie below it."""
 
+    image_token_id: int | None = None
+    """Stands for images, once for each token of them. None: the engine takes no images."""
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -37,7 +44,7 @@ class Request:
     """Unique among the engine's open requests, of all streams."""
 
     prompt: Ids
-    """At least one token."""
+    """At least one token, those that stand for images included."""
 
     max_tokens: int
     """At least 1; prompt and output fit the context."""
@@ -62,6 +69,9 @@ class Request:
 
     session_id: str = ""
     """Empty is none."""
+
+    images: Sequence[PlacedImage] = ()
+    """In the order of the prompt."""
 
 
 @dataclass(slots=True)
@@ -119,8 +129,6 @@ def decode(generation: engine_pb2.Generation, key: str, limits: Limits) -> Reque
     """The request behind `generation`. Raises InvalidArgument."""
     prompt = unpack_ids(generation.prompt_token_ids)
     check_prompt(prompt, context_tokens=limits.context_token_count, vocabulary_size=limits.vocabulary_size)
-    if generation.images:
-        raise InvalidArgument("This engine takes no images.")
     sampling = generation.sampling
     check_sampling(sampling, vocabulary_size=limits.vocabulary_size)
     return Request(
@@ -134,4 +142,27 @@ def decode(generation: engine_pb2.Generation, key: str, limits: Limits) -> Reque
         top_logprobs=sampling.top_logprobs,
         stop_token_ids=frozenset(sampling.stop_token_ids),
         session_id=generation.session_id,
+        images=_images(generation, prompt, limits) if generation.images else (),
     )
+
+
+def _images(generation: engine_pb2.Generation, prompt: Ids, limits: Limits) -> Sequence[PlacedImage]:
+    if limits.image_token_id is None:
+        raise InvalidArgument(
+            f"This engine takes no images. Use one of vLLM, with a model of {', '.join(images.MODEL_TYPES)}.",
+            field="images",
+        )
+    try:
+        placed = images.place(generation.images, len(prompt), {})
+    except images.BadImage as problem:
+        raise InvalidArgument(f"In the prompt {problem}.", field="images") from None
+    stands_for = np.zeros(len(prompt), np.bool_)
+    for image in placed:
+        stands_for[image.offset : image.offset + image.count] = True
+    if not np.array_equal(stands_for, prompt == limits.image_token_id):
+        # An engine is told of one place after the other, and would take any for the next image's.
+        raise InvalidArgument(
+            f"Token {limits.image_token_id} stands for images, and is elsewhere in the prompt, or not where they are.",
+            field="images",
+        )
+    return placed

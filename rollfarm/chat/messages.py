@@ -42,6 +42,9 @@ class Message:
     name: str = ""
     """The tool whose message it is, where that is known."""
 
+    images: int = 0
+    """How many are shown before the content."""
+
     thought: str = ""
     """What the model thought before it answered."""
 
@@ -52,6 +55,9 @@ class Message:
     def shown(self) -> dict[str, Any]:
         """As chat templates take it."""
         shown: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.images:
+            words = [{"type": "text", "text": self.content}] if self.content else []
+            shown["content"] = [*({"type": "image"} for _ in range(self.images)), *words]
         if self.calls:
             shown["tool_calls"] = [
                 {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": call.parsed}}

@@ -179,7 +179,7 @@ IMAGE = environment_pb2.Message(images=[trajectory_pb2.ImagePart()])
         (environment_pb2.ResetResponse(tools_json="[{"), "tools_json is no JSON"),
         (
             environment_pb2.ResetResponse(messages=[IMAGE]),
-            "renders text alone",
+            "images in instructions, or as what a tool gave",
         ),
         (environment_pb2.ResetResponse(reference="x" * 101), "reset gave 101 characters, more than the 100 of max_obs"),
     ],

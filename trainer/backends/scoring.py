@@ -6,13 +6,7 @@ attention can be told where they end, and padded where it cannot: the numbers ar
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, PreTrainedModel
 from transformers.utils import logging
 
 from rollfarm import images
@@ -81,7 +75,7 @@ def load_model(path: str, *, packing: bool = True) -> PreTrainedModel:
     it takes rows end to end if it can. Raises ConfigError."""
     logging.disable_progress_bar()
     try:
-        auto = _auto_class(AutoConfig.from_pretrained(path))
+        auto = images.auto_class(AutoConfig.from_pretrained(path).model_type)
         model = auto.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path: {path!r} cannot be loaded: {error}") from None
@@ -95,16 +89,14 @@ def empty_model(path: str, *, packing: bool = True) -> PreTrainedModel:
     try:
         config = AutoConfig.from_pretrained(path)
         with torch.device("meta"):
-            model = _auto_class(config).from_config(config, dtype=torch.float32, attn_implementation="sdpa")
+            model = images.auto_class(config.model_type).from_config(
+                config, dtype=torch.float32, attn_implementation="sdpa"
+            )
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path: {path!r} cannot be loaded: {error}") from None
     if packing:
         pack(model)
     return model
-
-
-def _auto_class(config: PreTrainedConfig) -> type[AutoModelForCausalLM | AutoModelForImageTextToText]:
-    return AutoModelForImageTextToText if config.model_type in images.MODEL_TYPES else AutoModelForCausalLM
 
 
 def _check_head(model: PreTrainedModel) -> None:

@@ -3,12 +3,14 @@
 Weights come through rollfarm's loader, which a plugin brings into vLLM (rollfarm.vllm_gloo).
 """
 
+import base64
 import os
 import secrets
 import shlex
 import tempfile
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +76,7 @@ class _Choice(BaseModel):
 
 class _Generated(BaseModel):
     choices: list[_Choice] = Field(min_length=1)
+    prompt_token_ids: list[int] | None = None
 
 
 class _Version(BaseModel):
@@ -229,6 +232,8 @@ class VllmServer:
 
     async def generate(self, request: Request, *, cache_key: str) -> Chunk:
         answer = await self.http.ask(_GENERATE, _Generated, self._body(request, cache_salt=cache_key))
+        if request.images and answer.prompt_token_ids != request.prompt.tolist():
+            raise EngineFailed("vLLM makes other tokens of the images than env_manager: give both the same model.")
         chunk = self._chunk(answer.choices[0], request)
         self.http.verify(
             _GENERATE, chunk, vocabulary_size=self._limits.vocabulary_size, top_logprobs=request.top_logprobs
@@ -257,6 +262,7 @@ class VllmServer:
             "sampling_params": sampling,
             "stream": False,
             "cache_salt": cache_salt,
+            **(_with_images(request) if request.images else {}),
         }
 
     def _chunk(self, choice: _Choice, request: Request) -> Chunk:
@@ -302,6 +308,25 @@ class VllmServer:
 
     async def check(self, seconds: float) -> None:
         await self.http.check(seconds)
+
+
+def _with_images(request: Request) -> dict[str, Any]:
+    """The prompt with one token for each image, which vLLM makes as many of as it takes."""
+    kept = np.ones(len(request.prompt), np.bool_)
+    for image in request.images:
+        kept[image.offset + 1 : image.offset + image.count] = False
+    return {
+        "token_ids": request.prompt[kept].tolist(),
+        "content_parts": [
+            {
+                "type": "image_url",
+                "url": f"data:{image.media_type};base64,{base64.b64encode(image.data).decode()}",
+                "uuid": sha256(image.data).hexdigest(),
+            }
+            for image in request.images
+        ],
+        "return_token_ids": True,
+    }
 
 
 def _differences(found: _Settings, model: ModelConfig, limits: Limits) -> list[str]:

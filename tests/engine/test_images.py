@@ -1,0 +1,160 @@
+"""Prompts with images: what engines take, and what vLLM makes of them."""
+
+import asyncio
+import base64
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llm_proxy.engine.config import EngineConfig, EngineRoot, VllmConfig
+from rollfarm import images
+from rollfarm.images import PlacedImage
+from rollfarm.run import ModelConfig
+from rollfarm.tokens import pack_ids
+from rollfarm.v1 import engine_pb2, trajectory_pb2
+from tests.engine.kit import Answer, Host, serve
+from tests.engine.stand_in import VllmStandIn, attached_root, choice
+from tests.vision import BEGIN, FINISH, IDS, IMAGE_ID, WORDS, Reference, make_model, other_weights, picture
+
+ALIKE = 1e-4
+GENERATE = "/inference/v1/generate"
+
+WIDE, SMALL = picture(84, 56, seed=1), picture(28, 28, seed=2)
+"""Of 6 tokens and of 1. Neither is resized: that of torchvision, which vLLM has, is a little unlike Pillow's."""
+
+SEEN = [PlacedImage(WIDE, "image/png", 2, 6), PlacedImage(SMALL, "image/png", 12, 1)]
+PROMPT = [
+    *(IDS["<user>"], IDS[BEGIN], *[IMAGE_ID] * 6, IDS[FINISH], IDS["go"], IDS["right"], IDS[BEGIN]),
+    *(IMAGE_ID, IDS[FINISH], IDS["stop"], IDS["<assistant>"]),
+]
+
+
+@pytest.fixture(scope="session")
+def sighted_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("sighted") / "model")
+
+
+@pytest.fixture
+def sighted_vllm(vllm_python: Path) -> Path:
+    if subprocess.run([vllm_python, "-c", "import torchvision"], capture_output=True, check=False).returncode:
+        pytest.skip("vLLM's models that take images need torchvision: run tools/install-vllm.sh again")
+    return vllm_python
+
+
+async def ask(host: Host, prompt: Sequence[int], parts: Sequence[trajectory_pb2.ImagePart], count: int = 8) -> Answer:
+    """What the host answers to one request."""
+    request = engine_pb2.EngineServiceGenerateRequest(
+        generations=[
+            engine_pb2.Generation(
+                request_id="r",
+                prompt_token_ids=pack_ids(prompt),
+                sampling=trajectory_pb2.Sampling(max_tokens=count, temperature=1.0, seed=1),
+                images=parts,
+            )
+        ]
+    )
+    answer = host.client.answers["r"] = Answer()
+    await host.client._call.write(request)
+    await asyncio.wait_for(answer.ended.wait(), 60)
+    return answer
+
+
+def refusal(answer: Answer) -> str:
+    assert answer.failure is not None
+    assert answer.failure.reason == "INVALID_ARGUMENT"
+    return answer.failure.message
+
+
+async def test_an_engine_without_eyes_says_which_has_them(embedded: Host) -> None:
+    answer = await ask(embedded, PROMPT, images.write_once(SEEN, set()))
+
+    assert "takes no images. Use one of vLLM, with a model of qwen2_vl" in refusal(answer)
+
+
+async def test_vllm_is_sent_one_token_for_each_image_and_the_image(sighted_model: Path) -> None:
+    bodies: list[Any] = []
+
+    def said(body: Any) -> tuple[int, Any]:
+        if body is None:
+            return 405, {}
+        if "content_parts" not in body:
+            return stand_in.generated(body)
+        bodies.append(body)
+        return 200, {"choices": [choice(3, stand_in.label)], "prompt_token_ids": PROMPT}
+
+    with VllmStandIn(str(sighted_model)) as stand_in:
+        stand_in.vocabulary_size, stand_in.answers[GENERATE] = len(WORDS), said
+        async with serve(attached_root(sighted_model, stand_in.url)) as host:
+            answer = await ask(host, PROMPT, images.write_once(SEEN, set()), count=3)
+
+    assert answer.ids == [0, 1, 2]
+    (body,) = bodies
+    assert body["token_ids"] == [*PROMPT[:3], *PROMPT[8:]]
+    assert [part["url"] for part in body["content_parts"]] == [
+        f"data:image/png;base64,{base64.b64encode(data).decode()}" for data in (WIDE, SMALL)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "part", "problem"),
+    [
+        ([3, IMAGE_ID, IMAGE_ID], {"token_count": 1}, "Token 8 stands for images, and is elsewhere in the prompt"),
+        ([3, IMAGE_ID, 4], {"token_count": 2}, "or not where they are"),
+        ([3, IMAGE_ID, 4], {"token_count": 9}, "In the prompt an image stands for 9 tokens from 1 of 3"),
+        ([3, IMAGE_ID, 4], {"data": b""}, "the bytes of an image are not there"),
+        ([3, IMAGE_ID, 4], {"data": WIDE}, "is not that of its bytes"),
+        ([3, IMAGE_ID, 4], {"media_type": "image/gif"}, "'image/gif', not one of"),
+    ],
+)
+async def test_images_that_do_not_fit_their_prompt_are_refused(
+    sighted_model: Path, prompt: list[int], part: dict[str, Any], problem: str
+) -> None:
+    (image,) = images.write_once([PlacedImage(SMALL, "image/png", 1, 1)], set())
+    for name, value in part.items():
+        setattr(image, name, value)
+    with VllmStandIn(str(sighted_model)) as stand_in:
+        stand_in.vocabulary_size = len(WORDS)
+        async with serve(attached_root(sighted_model, stand_in.url)) as host:
+            assert problem in refusal(await ask(host, prompt, [image]))
+
+
+async def test_a_vllm_that_makes_other_tokens_of_the_images_fails_the_request(sighted_model: Path) -> None:
+    with VllmStandIn(str(sighted_model)) as stand_in:
+        stand_in.vocabulary_size = len(WORDS)
+        async with serve(attached_root(sighted_model, stand_in.url)) as host:
+            answer = await ask(host, PROMPT, images.write_once(SEEN, set()))
+
+    assert answer.failure is not None
+    assert "vLLM makes other tokens of the images" in answer.failure.message
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(500)
+async def test_vllm_sees_what_the_reference_sees_and_takes_new_weights_of_the_tower(
+    sighted_model: Path, sighted_vllm: Path
+) -> None:
+    vllm = VllmConfig(python=sighted_vllm, start_seconds=300)
+    engine = EngineConfig(adapter="vllm", kv_cache=64_000_000, slots=8, vllm=vllm)  # pyright: ignore[reportArgumentType]
+    tensors = other_weights(sighted_model, seed=1)
+
+    async with serve(EngineRoot(model=ModelConfig(path=str(sighted_model)), engine=engine)) as host:
+        begun = await ask(host, PROMPT, images.write_once(SEEN, set()))
+        await host.publish(tensors)
+        updated = await ask(host, PROMPT, images.write_once(SEEN, set()))
+
+    assert (set(begun.versions), set(updated.versions)) == ({0}, {1})
+    assert distance(begun, Reference(sighted_model)) < ALIKE
+    assert distance(updated, Reference(sighted_model, tensors)) < ALIKE
+    assert distance(updated, Reference(sighted_model)) > 100 * ALIKE
+
+
+def distance(answer: Answer, reference: Reference) -> float:
+    """The greatest between two log-probabilities of a token."""
+    assert answer.failure is None
+    assert len(answer.ids) == 8
+    logp_TV = reference.logprobs([*PROMPT, *answer.ids], SEEN)[len(PROMPT) - 1 : -1]
+    return float(np.abs(logp_TV[np.arange(8), answer.ids] - answer.logprobs).max())
