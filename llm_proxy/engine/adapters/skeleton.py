@@ -5,11 +5,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from llm_proxy.engine.config import EngineConfig
 from llm_proxy.engine.receiver import Allocate, Staged
 from llm_proxy.engine.requests import Limits
+from rollfarm import images
 from rollfarm.checkpoint_names import CheckpointNames
 from rollfarm.config import ConfigError
 from rollfarm.run import ModelConfig
@@ -22,7 +23,7 @@ def model_shapes(model: ModelConfig, config: EngineConfig) -> tuple[dict[str, Te
     try:
         hf_config: Any = AutoConfig.from_pretrained(model.path)
         with torch.device("meta"):
-            skeleton = AutoModelForCausalLM.from_config(hf_config)
+            skeleton = images.auto_class(hf_config.model_type).from_config(hf_config)
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path: {model.path} cannot be loaded: {error}") from error
     text = hf_config.get_text_config()
@@ -31,13 +32,16 @@ def model_shapes(model: ModelConfig, config: EngineConfig) -> tuple[dict[str, Te
         raise ConfigError(
             f"engine.context_tokens: {config.context_tokens} is more than the model's {most}. Lower it, or set 0."
         )
-    limits = Limits(config.slots, config.context_tokens or most, text.vocab_size)
+    sees = config.adapter == "vllm" and hf_config.model_type in images.MODEL_TYPES
+    image_token_id: int | None = hf_config.image_token_id if sees else None
+    limits = Limits(config.slots, config.context_tokens or most, text.vocab_size, image_token_id)
     return CheckpointNames(skeleton).shapes(skeleton.state_dict(keep_vars=True)), limits
 
 
 def base_weights(model: ModelConfig, allocate: Allocate) -> Staged:
     """Version 0, read from the model's folder into memory of `allocate`."""
-    loaded: Any = AutoModelForCausalLM.from_pretrained(model.path, dtype=getattr(torch, model.dtype))
+    auto = images.auto_class(AutoConfig.from_pretrained(model.path).model_type)
+    loaded: Any = auto.from_pretrained(model.path, dtype=getattr(torch, model.dtype))
     tensors = dict(CheckpointNames(loaded).stream(loaded.named_parameters()))
     places = list(accumulate((_aligned(tensor.nbytes) for tensor in tensors.values()), initial=0))
     memory = allocate(places[-1])
