@@ -90,6 +90,11 @@ class TrainerConfig(Config):
     device: str = "auto"
     """A torch device, such as "cuda:1". "auto" takes an accelerator where there is one, and the CPU otherwise."""
 
+    colocated: bool = False
+    """Trainer and engines are on the same devices and take turns: engines sleep, without weights, while the trainer
+    learns, and its models are in host memory while they generate. Requests that run then are interrupted, which
+    run.alpha 0 leaves none of, and go on afterwards. False: each has devices of its own."""
+
     threads: int = Field(default=1, ge=0)
     """Threads of one torch operation. 0 is torch's own choice, which slows every service down on a shared machine."""
 
@@ -305,6 +310,11 @@ class TrainerRoot(Root):
         data = self.trainer.warm_start.data
         if data is not None and not data.is_file():
             raise ConfigError(f"trainer.warm_start.data: {data}: no such file. Correct the path.")
+        if self.trainer.colocated and self.trainer.transport == "nccl":
+            raise ConfigError(
+                "trainer.transport: nccl connects no two processes on one GPU, and trainer.colocated puts them there. "
+                "Choose ipc on one machine, or gloo or store."
+            )
         trackers_config.check(self.trainer.trackers)
         self.trainer.evaluation.check()
         self.model.check()

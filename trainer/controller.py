@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,6 +21,7 @@ from rollfarm.errors import CheckpointFailed, InvalidArgument, RunMismatch
 from rollfarm.v1 import sample_buffer_pb2, trainer_pb2
 from trainer.buffer import BufferClient, LeasedBatch
 from trainer.checkpoints import Checkpoints, CheckpointState, replace_folder
+from trainer.colocation import Apart, Turns
 from trainer.config import TrainerRoot
 from trainer.controls import Controls, Draining
 from trainer.disk import remedy
@@ -53,7 +55,9 @@ class Controller:
         checkpoints: Checkpoints,
         progress: Progress,
         controls: Controls,
+        turns: Turns | None = None,
     ) -> None:
+        """`turns`: whose the devices are, where they are not the trainer's alone."""
         self._run = root.run
         self._config = root.trainer
         self._build = build
@@ -62,6 +66,7 @@ class Controller:
         self._checkpoints = checkpoints
         self._progress = progress
         self._controls = controls
+        self._turns = turns or Apart()
         self._compute_thread = ThreadPoolExecutor(1, thread_name_prefix="compute")
         self._built: Learner | None = None
         self._saver: Saver | None = None
@@ -92,6 +97,7 @@ class Controller:
         except Draining:
             log.info("stopping", step=self._step)
         await self._save_and_wait()
+        await self._turns.give(self._move)
         self._controls.refuse()
         built, self._built = self._built, None  # No pulse after this: the other ranks are gone then.
         if built is not None:
@@ -108,6 +114,11 @@ class Controller:
             if self._built is not None:
                 await self.compute(self._built.leader.pulse)
 
+    async def _move(self, to_host: bool) -> None:
+        """Move every model, if there are models, to host memory or back to where it computes."""
+        if self._built is not None:
+            await self.compute(partial(self._built.leader.move, to_host=to_host))
+
     @property
     def _learner(self) -> Learner:
         assert self._built is not None
@@ -117,6 +128,7 @@ class Controller:
 
     async def _start(self) -> None:
         is_new = self._checkpoints.newest() is None
+        await self._turns.take(self._move, discard_weights=True)
         self._built = await self.compute(self._build)
         if is_new:
             await self._warm_start()
@@ -189,6 +201,8 @@ class Controller:
             await self._between_steps()
             began = time.monotonic()
             self._progress.enter(trainer_pb2.PHASE_WAITING)
+            if self._step >= self._delivered:
+                await self._turns.give(self._move)
             try:
                 leased = await self._unless(self._controls.until_wanted, self._buffer.lease_batch(self._step))
             except Interrupted:
@@ -216,8 +230,9 @@ class Controller:
     async def _train_on(self, leased: LeasedBatch, *, wait_seconds: float) -> None:
         batch = leased.batch
         log.info("batch leased", step=batch.step, groups=batch.group_count, redelivered=batch.redelivered)
-        self._progress.enter(trainer_pb2.PHASE_TRAINING)
         began = time.monotonic()
+        await self._turns.take(self._move, discard_weights=True)
+        self._progress.enter(trainer_pb2.PHASE_TRAINING)
         outcome = await self.compute(self._learner.learn, batch, leased.groups)
         samples = await self.compute(self._learner.table, batch.step, leased.groups)
         outcome.metrics.update(await self._buffer.measures())
@@ -289,6 +304,7 @@ class Controller:
         await self._saver.settled()
         if self._step == self._committed:
             return
+        await self._turns.take(self._move, discard_weights=False)
         state = CheckpointState(
             self._run.name, self._step, self._progress.policy_version, self._last_batch_id, self._learner.state()
         )
@@ -345,6 +361,7 @@ class Controller:
         if not self._config.validation_episodes or self._progress.has_validation(self._step):
             return
         self._progress.enter(trainer_pb2.PHASE_VALIDATING)
+        await self._turns.give(self._move)
         version = self._progress.policy_version
         play = self._buffer.validate(f"step-{self._step}-version-{version}", self._config.validation_episodes)
         try:
@@ -386,6 +403,7 @@ class Controller:
         await self._save_and_wait()
         await self._validate()
         await self._export()
+        await self._turns.give(self._move)
         self._progress.enter(trainer_pb2.PHASE_FINISHED)
         log.info("run finished", step=self._step, policy_version=self._progress.policy_version)
         if not self._config.exit_when_finished:
@@ -393,6 +411,7 @@ class Controller:
 
     async def _export(self) -> None:
         """Write the final model. Raises NotSaved where there is no room for it."""
+        await self._turns.take(self._move, discard_weights=False)
         path = self._run.path / "model"
         try:
             await self.compute(replace_folder, path, self._learner.export)

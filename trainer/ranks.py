@@ -173,11 +173,16 @@ class Leader:
 
     def offload(self, role: Role = Role.POLICY) -> None:
         _announce(Command.OFFLOAD, role)
-        self._models.scorer(role).offload()
+        _offload(self._models, role)
 
     def reload(self, role: Role = Role.POLICY) -> None:
         _announce(Command.RELOAD, role)
         self._models.scorer(role).reload()
+
+    def move(self, *, to_host: bool) -> None:
+        """Move every model to host memory, or back to where it computes."""
+        for role in sorted(self.roles):
+            (self.offload if to_host else self.reload)(role)
 
     def pulse(self) -> None:
         """Show the followers that rank 0 lives, and find out whether they do."""
@@ -266,7 +271,7 @@ def _obey(models: Models, objectives: Mapping[str, LossFn], command: Command, ro
         case Command.ADAPTER:
             _export_adapter(models, Path(payload.decode()))
         case Command.OFFLOAD:
-            models.scorer(role).offload()
+            _offload(models, role)
         case Command.RELOAD:
             models.scorer(role).reload()
         case Command.PULSE | Command.STOP | Command.SAVE:
@@ -294,6 +299,12 @@ def _save(models: Models, folder: Path, writers: Writers) -> Write:
     dice, file = _dice(), folder / _dice_file()
     # Each model's part is collective for itself, so all ranks come to the next one or none does.
     return lambda: writers.together(*writes, lambda: save_file(dice, file), lambda: sync_tree(folder))
+
+
+def _offload(models: Models, role: Role) -> None:
+    models.scorer(role).offload()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()  # What torch keeps for itself no engine on the same GPU can have.
 
 
 def _load(models: Models, folder: Path) -> None:

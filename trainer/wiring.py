@@ -15,6 +15,7 @@ from trainer import ranks, warm_start
 from trainer.backends.build import build_models
 from trainer.buffer import BufferClient
 from trainer.checkpoints import Checkpoints
+from trainer.colocation import Apart, Colocated
 from trainer.config import TrainerRoot
 from trainer.controller import Controller
 from trainer.controls import Controls
@@ -31,6 +32,8 @@ from trainer.weights.publisher import Publisher
 
 def check(root: TrainerRoot) -> None:
     """Find what is wrong with the configuration before anything starts. Raises ConfigError."""
+    if root.trainer.offline is not None:
+        raise ConfigError("trainer.offline: this is a farm's trainer. Say `rollfarm train`, or remove the table.")
     objectives(root.trainer)
     advantage_of(root.trainer)
     if root.trainer.warm_start.data is not None:
@@ -59,8 +62,11 @@ async def serve(root: TrainerRoot) -> None:
     controls = Controls()
     asked, stop = service.stop_on_signal(), asyncio.Event()
     async with rpc.channel(config.sample_buffer_address) as buffer, rpc.channel(config.llm_proxy_address) as proxy:
+        engines = llm_proxy_pb2_grpc.LlmProxyServiceStub(proxy)
+        drain_seconds = config.transfer_timeout_seconds if config.update_mode == "drain" else 0.0
+        turns = Colocated(engines, controls, drain_seconds=drain_seconds) if config.colocated else Apart()
         publisher = Publisher(
-            llm_proxy_pb2_grpc.LlmProxyServiceStub(proxy),
+            engines,
             build_transport(config, root.run.path),
             mode=config.update_mode,
             concurrent_engine_count=config.rolling_engines,
@@ -83,6 +89,7 @@ async def serve(root: TrainerRoot) -> None:
             ),
             progress,
             controls,
+            turns,
         )
 
         def register(server: aio.Server) -> None:
@@ -96,7 +103,7 @@ async def serve(root: TrainerRoot) -> None:
             await controller.run()
             stop.set()
 
-        loops = [drain_when_asked, learn, publisher.watch]
+        loops = [drain_when_asked, learn, publisher.watch, turns.renew]
         if ranks.world_size() > 1:
             loops.append(lambda: controller.pulse(ranks.PULSE_SECONDS))
         try:
