@@ -372,6 +372,31 @@ async def test_folders_of_the_last_two_versions_are_kept_and_others_are_not_touc
     ]
 
 
+async def test_engines_that_are_served_beside_each_other_read_one_folder(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    snapshot = snapshots("store").take([("a", torch.ones(10))], policy_version=1)
+    first_done = asyncio.Event()
+
+    async def begin(request: llm_proxy_pb2.BeginWeightUpdateRequest) -> llm_proxy_pb2.BeginWeightUpdateResponse:
+        (transfer,) = request.transfers
+        if transfer.engine_id == "slow":
+            await first_done.wait()
+        assert stored.verified(transfer.stored)
+        return llm_proxy_pb2.BeginWeightUpdateResponse(
+            results=[llm_proxy_pb2.EngineTransferResult(engine_id=transfer.engine_id)]
+        )
+
+    async def bring_to(engine_id: str) -> list[str]:
+        return await store.transfer(snapshot, [llm_proxy_pb2.Engine(engine_id=engine_id)], begin)
+
+    slow = asyncio.create_task(bring_to("slow"))
+    assert await bring_to("quick") == ["quick"]
+    first_done.set()
+
+    assert await slow == ["slow"]
+    assert len(listed(tmp_path)) == 1
+
+
 async def test_a_disk_without_room_is_a_failure_that_leaves_nothing(
     embedded: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ two are removed: engines read a version only while BeginWeightUpdate is under wa
 be reading the last.
 """
 
+import asyncio
 import hashlib
 import re
 import shutil
@@ -61,6 +62,9 @@ class Store:
         self._written: dict[tuple[int, int | None], engine_pb2.StoredWeights] = {}
         """By version and base; a whole version has none."""
 
+        self._changing = asyncio.Lock()
+        """Held while folders come and go: an engine may be brought up to date beside a publication."""
+
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             for path in self._folder.glob(f"{_UNFINISHED}*"):
@@ -93,7 +97,8 @@ class Store:
         staged = staged_by(await begin(request))
         instances = {engine.engine_id: engine.instance_id for engine in engines}
         self._held |= {engine_id: _Held(instances[engine_id], version) for engine_id in staged}
-        await in_thread(lambda: self._forget_before(version))
+        async with self._changing:
+            await in_thread(lambda: self._forget_before(version))
         return staged
 
     def _base_of(self, engine: llm_proxy_pb2.Engine, snapshot: Snapshot) -> int | None:
@@ -114,16 +119,17 @@ class Store:
 
     async def _write(self, snapshot: Snapshot, base: int | None) -> engine_pb2.StoredWeights:
         key = (snapshot.policy_version, base)
-        if key not in self._written:
-            try:
-                self._written[key] = await in_thread(lambda: self._write_folder(snapshot, base))
-            except OSError as error:
-                raise WeightsFailed(
-                    f"Version {snapshot.policy_version} cannot be written to {self._folder}: {error.strerror}.",
-                    policy_version=snapshot.policy_version,
-                    folder=self._folder,
-                ) from error
-        return self._written[key]
+        async with self._changing:
+            if key not in self._written:
+                try:
+                    self._written[key] = await in_thread(lambda: self._write_folder(snapshot, base))
+                except OSError as error:
+                    raise WeightsFailed(
+                        f"Version {snapshot.policy_version} cannot be written to {self._folder}: {error.strerror}.",
+                        policy_version=snapshot.policy_version,
+                        folder=self._folder,
+                    ) from error
+            return self._written[key]
 
     def _write_folder(self, snapshot: Snapshot, base: int | None) -> engine_pb2.StoredWeights:
         kind = "adapter" if snapshot.adapter else "whole" if base is None else f"since-{base}"
