@@ -123,11 +123,17 @@ def start_farm(tmp_path: Path) -> Iterator[StartFarm]:
     """Starts `rollfarm up CONFIG... --flags...` with ports and a run folder of its own."""
     farms: list[Farm] = []
 
-    def start(config: str | Path | list[Path], *flags: str, name: str = "run", base_port: int = 0) -> Farm:
+    def start(
+        config: str | Path | list[Path],
+        *flags: str,
+        name: str = "run",
+        base_port: int = 0,
+        model: Path = tmp_path / "model",
+    ) -> Farm:
         port = base_port or free_ports(PORTS)
         files = [str(file) for file in (config if isinstance(config, list) else [config])]
         argv = [sys.executable, "-m", "rollfarm", "up", *files, "--run.folder", str(tmp_path), "--run.name", name]
-        argv += ["--up.base_port", str(port), "--model.path", str(tmp_path / "model"), *flags]
+        argv += ["--up.base_port", str(port), "--model.path", str(model), *flags]
         with (tmp_path / f"{name}.stderr").open("a") as stderr:
             process = subprocess.Popen(
                 argv,
