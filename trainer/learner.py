@@ -31,6 +31,7 @@ from trainer.rows import Row, policy_token_count, rows_of
 from trainer.sample_table import Decoder, Sample, table_of
 from trainer.samples import check_images, check_vocabulary, refused, samples_of, was_truncated
 from trainer.schedule import lr_share
+from trainer.texts import Renderer
 from trainer.vocabulary import vocabulary_of
 from trainer.weights.memory import arena_for
 from trainer.weights.snapshot import Adapter, Opened, Snapshot, Snapshots, read_adapter
@@ -163,16 +164,10 @@ class Learner:
 
     def warm_start(self) -> Iterator[float]:
         """Supervised steps, one for each item: its loss. The optimiser is fresh afterwards."""
-        from transformers import AutoTokenizer
-
         settings = self._config.warm_start
         if settings.data is None or settings.steps == 0:
             return
-        tokenizer = AutoTokenizer.from_pretrained(self._model.path)
-        rows = [
-            warm_start.conversation_row(tokenizer, messages)
-            for messages in warm_start.load_conversations(settings.data)
-        ]
+        rows = warm_start.rows_of(Renderer(self._model.path), settings.data)
         chosen = warm_start.batches(rows, batch_size=settings.batch_size, steps=settings.steps, seed=self._config.seed)
         for step, batch in enumerate(chosen):
             lr = settings.lr * (1 - step / settings.steps)

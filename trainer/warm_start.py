@@ -1,8 +1,4 @@
-"""Supervised warm start: recorded conversations to rows, with a mask on what the assistant said.
-
-The mask is found by rendering: the chat template's tokens of the messages up to the assistant's turn have to be a
-prefix of the tokens that include it, which every template satisfies that renders each message alone.
-"""
+"""Supervised warm start: the conversations of a file, and which of them each step learns from."""
 
 import json
 import random
@@ -10,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from rollfarm.config import ConfigError
+from rollfarm.records import Source
 from trainer.rows import Row
+from trainer.texts import Conversation, Item, Renderer
 
 
 def load_conversations(path: Path) -> list[list[dict[str, Any]]]:
@@ -27,26 +23,13 @@ def load_conversations(path: Path) -> list[list[dict[str, Any]]]:
     return conversations
 
 
-def conversation_row(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> Row:
-    """One conversation as tokens; the mask covers what each assistant turn adds after its generation prompt.
-
-    Raises ConfigError when the template does not extend: then a mask would be guessed.
-    """
-    ids: list[int] = []
-    mask: list[bool] = []
-    for index, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        prompt = _render(tokenizer, messages[:index], add_generation_prompt=True)
-        whole = _render(tokenizer, messages[: index + 1], add_generation_prompt=False)
-        if prompt[: len(ids)] != ids or whole[: len(prompt)] != prompt:
-            raise ConfigError(
-                "trainer.warm_start: the model's chat template rewrites earlier turns when a conversation goes on. "
-                "Give the tokenizer a template that only appends."
-            )
-        mask += [False] * (len(prompt) - len(ids)) + [True] * (len(whole) - len(prompt))
-        ids = whole
-    return Row(np.array(ids, np.int32), np.array(mask, np.bool_))
+def rows_of(renderer: Renderer, data: Path) -> list[Row]:
+    """The rows of all conversations of the file. Raises ConfigError."""
+    source = Source(str(data))
+    items = [
+        Item(source, number, (Conversation(messages),)) for number, messages in enumerate(load_conversations(data))
+    ]
+    return [row for item in items for rows in renderer.rows(item) for row in rows]
 
 
 def batches(rows: Sequence[Row], *, batch_size: int, steps: int, seed: int) -> Iterator[list[Row]]:
@@ -60,11 +43,6 @@ def batches(rows: Sequence[Row], *, batch_size: int, steps: int, seed: int) -> I
             queue += fresh
         yield queue[:batch_size]
         queue = queue[batch_size:]
-
-
-def _render(tokenizer: Any, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool) -> list[int]:
-    text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=add_generation_prompt)
-    return list(tokenizer.encode(text, add_special_tokens=False))
 
 
 def _messages(path: Path, number: int, line: str) -> list[dict[str, Any]]:

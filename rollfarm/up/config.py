@@ -102,6 +102,11 @@ class FarmRoot(Root):
     """How this machine runs it."""
 
     def check(self) -> None:
+        if setting(self, "trainer", "offline"):
+            raise ConfigError(
+                "trainer.offline: a farm learns from episodes, not from records. Say `rollfarm train`, or remove the "
+                "table."
+            )
         self.model.check()
         if not self.run.domains:
             raise ConfigError("run.domains: empty. Add [[run.domains]] with a name and an environment.")

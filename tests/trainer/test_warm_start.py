@@ -2,13 +2,13 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
 
 from rollfarm.config import ConfigError
 from rollfarm.run import ModelConfig, RunConfig
 from trainer.config import TrainerConfig, TrainerRoot, WarmStartConfig
 from trainer.learner import build_learner
-from trainer.warm_start import batches, conversation_row, load_conversations
+from trainer.texts import Renderer
+from trainer.warm_start import batches, load_conversations, rows_of
 
 
 def write(path: Path, *conversations: list[tuple[str, str]]) -> Path:
@@ -20,23 +20,9 @@ def write(path: Path, *conversations: list[tuple[str, str]]) -> Path:
     return path
 
 
-def test_only_what_the_assistant_said_is_learnt(model_path: Path, tmp_path: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(model_path)
-    data = write(
-        tmp_path / "d.jsonl", [("user", "ice 0"), ("assistant", "left"), ("user", "hole"), ("assistant", "up")]
-    )
-
-    row = conversation_row(tokenizer, load_conversations(data)[0])
-
-    words = tokenizer.convert_ids_to_tokens(row.ids_T.tolist())
-    assert " ".join(words) == "<user> ice 0 <end> <assistant> left <end> <user> hole <end> <assistant> up <end>"
-    assert [word for word, learnt in zip(words, row.mask_T, strict=True) if learnt] == ["left", "<end>", "up", "<end>"]
-
-
 def test_every_row_comes_once_before_any_comes_twice(model_path: Path, tmp_path: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(model_path)
     data = write(tmp_path / "d.jsonl", *([("user", str(index)), ("assistant", "go")] for index in range(4)))
-    rows = [conversation_row(tokenizer, messages) for messages in load_conversations(data)]
+    rows = rows_of(Renderer(str(model_path)), data)
 
     dealt = list(batches(rows, batch_size=2, steps=4, seed=1))
 

@@ -95,9 +95,9 @@ async def _lead(loaded: Loaded) -> int:
     from trainer.offline.data import Sieve, load_data
     from trainer.offline.pipelines import OBJECTIVES, pipeline_of, reader_of
     from trainer.offline.run import OfflineRun
-    from trainer.offline.texts import Renderer
     from trainer.progress import Progress
     from trainer.ranks import Leader
+    from trainer.texts import Renderer
     from trainer.tracking import close_all, feeds_of
 
     stop = service.stop_on_signal()

@@ -10,8 +10,8 @@ from trainer.checkpoints import Json
 from trainer.offline.config import OfflineConfig
 from trainer.offline.deck import Deck
 from trainer.offline.pipelines import Read, Rendered
-from trainer.offline.texts import Item, Renderer
 from trainer.rows import Row
+from trainer.texts import Item, Renderer
 
 log = structlog.get_logger()
 

@@ -16,9 +16,9 @@ from trainer.algorithms.preferences import Preferences, dpo
 from trainer.micro_batches import MicroBatch
 from trainer.objective import LossFn
 from trainer.offline.config import OfflineConfig
-from trainer.offline.texts import Item, demonstration, preference
 from trainer.ranks import Leader, Role
 from trainer.rows import Row, policy_token_count, with_column
+from trainer.texts import Item, demonstration, preference
 
 Rendered = Sequence[tuple[list[Row], ...]]
 """Each record's texts as rows."""

@@ -85,13 +85,12 @@ class OfflineRun:
 
     async def _live(self, saver: Saver) -> bool:
         await self._go_on()
-        await self._measure()
+        await self._measure_if_due()
         while not self._is_over() and not self._stop.is_set():
             await self._train()
             if self.step % self._config.checkpoint_every == 0:
                 await self._save(saver)
-            if self._config.validation_every and self.step % self._config.validation_every == 0:
-                await self._measure()
+            await self._measure_if_due()
         await self._save(saver)
         await saver.settled()
         if (problem := saver.problem) is not None:
@@ -118,7 +117,7 @@ class OfflineRun:
         self._checkpoints.sweep()
         if (found := self._checkpoints.newest()) is not None:
             path, state = found
-            _check_same(state.learner, self._data.identity, path)
+            check_same(state.learner, self._data.identity, path)
             await self._compute(self._leader.load, path)
             self.step = self._saved = state.step_count
             self._progress.checkpoint_path = str(path)
@@ -165,6 +164,11 @@ class OfflineRun:
         return {**metrics, **told}
 
     # --- measurements ---
+
+    async def _measure_if_due(self) -> None:
+        every = self._config.validation_every
+        if self.step == 0 or (every and self.step % every == 0):
+            await self._measure()
 
     async def _measure(self) -> None:
         """Measure the policy on what was held out, once for each number of steps."""
@@ -216,7 +220,7 @@ class OfflineRun:
             ) from None
 
 
-def _check_same(was: Mapping[str, object], now: Mapping[str, object], path: Path) -> None:
+def check_same(was: Mapping[str, object], now: Mapping[str, object], path: Path) -> None:
     """Raise ConfigError where the steps to come would not follow those that were done."""
     changed = [name for name, value in json.loads(json.dumps(now)).items() if was.get(name) != value]
     if changed:

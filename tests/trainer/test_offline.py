@@ -1,0 +1,448 @@
+"""Training on records: what is learnt of them, checked by hand, in float64 and against autograd."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import logsigmoid
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rollfarm.config import ConfigError
+from rollfarm.records import Source
+from rollfarm.run import ModelConfig
+from rollfarm.up.config import load_farm
+from tests.trainer.conftest import ROOT
+from trainer import wiring
+from trainer.algorithms.preferences import dpo
+from trainer.backends import distilling
+from trainer.backends.build import build_models
+from trainer.config import TrainerConfig, TrainerRoot
+from trainer.offline.data import Sieve, load_data
+from trainer.offline.deck import Deck
+from trainer.offline.pipelines import OBJECTIVES, Imitation, Preference, demonstration, pipeline_of, preference
+from trainer.offline.run import check_same
+from trainer.ranks import Leader, Role
+from trainer.rows import Row
+from trainer.texts import Item, Renderer
+
+SOURCE = Source("data.jsonl")
+
+GO = [{"role": "user", "content": "go"}]
+
+
+def said(*turns: str) -> list[dict[str, str]]:
+    """A conversation that the user begins."""
+    return [{"role": ("user", "assistant")[index % 2], "content": text} for index, text in enumerate(turns)]
+
+
+def words(path: Path, row: Row) -> tuple[str, list[str]]:
+    """A row as text, and what of it is learnt."""
+    tokens = AutoTokenizer.from_pretrained(path).convert_ids_to_tokens(row.ids_T.tolist())
+    return " ".join(tokens), [token for token, learnt in zip(tokens, row.mask_T, strict=True) if learnt]
+
+
+def offline(path: Path, **settings: Any) -> TrainerConfig:
+    table = {"device": "cpu", "max_grad_norm": 0, "offline": {"records": [{"source": "unread.jsonl"}], **settings}}
+    if settings["pipeline"] == "distillation":
+        table["teacher"] = {"path": str(path)}
+    return TrainerConfig.model_validate(table)
+
+
+# --- texts ---
+
+
+def test_every_turn_of_the_assistant_is_learnt_up_to_its_end(model_path: Path) -> None:
+    item = demonstration({"messages": said("ice 0", "left", "hole", "up 1")}, SOURCE, 0)
+
+    ((row,),) = Renderer(str(model_path)).rows(item)
+
+    text, learnt = words(model_path, row)
+    assert text == "<user> ice 0 <end> <assistant> left <end> <user> hole <end> <assistant> up 1 <end>"
+    assert learnt == ["left", "<end>", "up", "1", "<end>"]
+
+
+def test_an_answer_to_a_conversation_is_learnt_alone(model_path: Path) -> None:
+    record = {
+        "prompt": said("ice", "left", "hole"),
+        "chosen": "up",
+        "rejected": [{"role": "assistant", "content": "go"}],
+    }
+
+    (chosen,), (rejected,) = Renderer(str(model_path)).rows(preference(record, SOURCE, 0))
+
+    assert words(model_path, chosen)[1] == ["up", "<end>"]
+    assert words(model_path, rejected)[1] == ["go", "<end>"]
+    assert words(model_path, chosen)[0].startswith("<user> ice <end> <assistant> left <end> <user> hole <end>")
+
+
+def test_plain_text_asks_no_template(model_path: Path) -> None:
+    item = demonstration({"prompt": "ice 0", "completion": "left up"}, SOURCE, 0)
+
+    ((row,),) = Renderer(str(model_path)).rows(item)
+
+    assert words(model_path, row) == ("ice 0 left up <end>", ["left", "up", "<end>"])
+
+
+def test_an_answer_after_what_the_template_renders_otherwise_has_a_row_of_its_own(
+    model_path: Path, tmp_path: Path
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    # As of models that think: of what was said earlier only the end is shown.
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}> "
+        "{{ m.content if loop.last else m.content.split(' ')[-1] }} <end>\n{% endfor %}"
+        "{% if add_generation_prompt %}<assistant> {% endif %}"
+    )
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text((model_path / "config.json").read_text())
+
+    ((first, second),) = Renderer(str(tmp_path)).rows(
+        demonstration({"messages": said("ice", "0 1 left", "hole", "2 up")}, SOURCE, 0)
+    )
+
+    assert words(tmp_path, first) == ("<user> ice <end> <assistant> 0 1 left <end>", ["0", "1", "left", "<end>"])
+    text, learnt = words(tmp_path, second)
+    assert text == "<user> ice <end> <assistant> left <end> <user> hole <end> <assistant> 2 up <end>"
+    assert learnt == ["2", "up", "<end>"]
+
+
+@pytest.mark.parametrize(
+    ("read", "record", "problem"),
+    [
+        (demonstration, {"messages": said("go")}, "record 3: the assistant says nothing"),
+        (demonstration, {"messages": said("go", " ")}, "record 3: message 2, the assistant's, is empty"),
+        (demonstration, {"messages": "go"}, "record 3: str in place of a list of messages"),
+        (demonstration, {"messages": [{"content": "go"}]}, "record 3: message 1 has no role"),
+        (demonstration, {"messages": [{"role": "user", "content": 1}]}, "record 3: message 1 has no text"),
+        (demonstration, {"prompt": "go", "completion": ""}, "record 3: the answer is empty"),
+        (demonstration, {"mesages": []}, "record 3: the column 'messages' is missing. Did you mean 'mesages'"),
+        (preference, {"prompt": GO, "chosen": "up"}, "record 3: the column 'rejected' is missing"),
+        (preference, {"prompt": GO, "chosen": "up", "rejected": ""}, "record 3: rejected: message 1"),
+        (preference, {"prompt": "go", "chosen": GO, "rejected": "up"}, "record 3: chosen: the prompt is a text"),
+    ],
+)
+def test_a_wrong_record_is_named(read: Callable[..., Item], record: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError, match=r"data.jsonl, ") as refused:
+        read(record, SOURCE, 2)
+
+    assert problem in str(refused.value)
+
+
+def test_a_record_without_a_prompt_is_named(model_path: Path) -> None:
+    item = demonstration({"prompt": "", "completion": "left"}, SOURCE, 4)
+
+    with pytest.raises(ConfigError, match="record 5: nothing comes before the answer"):
+        Renderer(str(model_path)).rows(item)
+
+
+def test_what_is_too_long_is_left_out_and_nothing_is_cut(model_path: Path) -> None:
+    items = [demonstration({"prompt": "go " * count, "completion": "up"}, SOURCE, count) for count in (3, 4, 70)]
+    renderer = Renderer(str(model_path))
+
+    assert [len(rows[0]) for (rows,) in Sieve(renderer, 5).rendered(items)] == [5]
+    # The model's context is 64.
+    assert [len(rows[0]) for (rows,) in Sieve(renderer, 0).rendered(items)] == [5, 6]
+
+
+# --- the order of records ---
+
+
+def test_an_epoch_has_every_record_as_often_as_its_weight_says() -> None:
+    deck = Deck([4, 3], [1.0, 2.0], seed=1, shuffle=True)
+
+    epochs = [
+        [deck.batch(step, 5)[i] for step in range(10 * e // 5, 10 * (e + 1) // 5) for i in range(5)] for e in (0, 1)
+    ]
+
+    assert deck.epoch_size == 10
+    for numbers in epochs:
+        assert sorted(numbers) == [0, 1, 2, 3, 4, 4, 5, 5, 6, 6]
+    assert epochs[0] != epochs[1]
+
+
+def test_records_of_half_weight_all_come_within_two_epochs() -> None:
+    deck = Deck([6], [0.5], seed=3, shuffle=True)
+
+    assert deck.epoch_size == 3
+    assert sorted(deck.batch(0, 6)) == [0, 1, 2, 3, 4, 5]
+
+
+def test_batches_are_a_function_of_the_step_and_end_with_the_last_epoch() -> None:
+    deck = Deck([5], [1.0], seed=0, shuffle=False)
+
+    assert deck.steps(2, 4) == 3
+    assert [deck.batch(step, 4, epochs=2) for step in range(3)] == [[0, 1, 2, 3], [4, 0, 1, 2], [3, 4]]
+    assert deck.batch(2, 4) == [3, 4, 0, 1]
+
+
+def test_records_that_are_held_out_are_never_trained_on(tmp_path: Path) -> None:
+    data = tmp_path / "d.jsonl"
+    data.write_text("\n".join(json.dumps({"prompt": f"{n}", "completion": "up"}) for n in range(10)))
+    config = offline(tmp_path, pipeline="sft", validation_share=0.3, records=[{"source": str(data)}]).offline
+    assert config is not None
+
+    loaded = load_data(config, demonstration, seed=0)
+
+    assert len(loaded.held_out) == 3
+    assert loaded.identity["counts"] == [7]
+    numbers = {item.number for item in loaded.items}, {item.number for item in loaded.held_out}
+    assert numbers[0].isdisjoint(numbers[1])
+    assert numbers[0] | numbers[1] == set(range(10))
+
+
+def test_a_run_does_not_go_on_with_other_batches(tmp_path: Path) -> None:
+    was = {"batch_size": 8, "counts": [3], "seed": 0}
+
+    check_same(was, {"batch_size": 8, "counts": [3], "seed": 0}, tmp_path)
+    with pytest.raises(ConfigError, match=r"batch_size was 8 and is 9; counts was \[3\] and is \[4\]\. Restore that"):
+        check_same(was, {"batch_size": 9, "counts": [4], "seed": 0}, tmp_path)
+
+
+# --- supervised ---
+
+
+def test_the_supervised_loss_is_the_mean_over_all_answered_tokens(model_path: Path) -> None:
+    config = offline(model_path, pipeline="sft")
+    leader = Leader(build_models(ModelConfig(path=str(model_path)), config), OBJECTIVES)
+    batch = rendered(model_path, demonstration, [{"messages": said("ice", "left up")}, {"messages": said("0", "go")}])
+    pipeline = Imitation(leader, "supervised")
+
+    held = pipeline.measure(batch)
+    measured = pipeline.step(batch, lr=1e-2)
+    after = pipeline.measure(batch)
+
+    model = AutoModelForCausalLM.from_pretrained(model_path).double()
+    expected = -torch.cat([logp_of(model, row) for (rows,) in batch for row in rows]).mean().item()
+    assert measured["tokens"] == held["weight"] == 5
+    assert measured["loss"] == pytest.approx(expected, abs=1e-6)
+    assert held["nll"] == pytest.approx(expected, abs=1e-6)
+    assert after["nll"] < held["nll"]
+
+
+# --- preferences ---
+
+
+def test_the_derivative_of_a_preference_is_autograds() -> None:
+    torch.manual_seed(0)
+    logp_K2 = (torch.randn(7, 2, dtype=torch.float64) * 5).requires_grad_()
+    reference_K2 = torch.randn(7, 2, dtype=torch.float64) * 5
+
+    found = dpo(logp_K2.detach(), reference_K2, beta=0.3)
+
+    gap_K2 = logp_K2 - reference_K2
+    loss_K = -logsigmoid(0.3 * (gap_K2[:, 0] - gap_K2[:, 1]))
+    loss_K.sum().backward()
+    assert torch.allclose(found.loss_K, loss_K, rtol=1e-12)
+    assert logp_K2.grad is not None
+    assert torch.allclose(-found.advantage_K2, logp_K2.grad, rtol=1e-12)
+
+
+def test_a_preference_that_is_beyond_numbers_has_a_finite_loss() -> None:
+    found = dpo(torch.tensor([[-1e5, 0.0]], dtype=torch.float64), torch.zeros(1, 2, dtype=torch.float64), beta=1.0)
+
+    assert found.loss_K.tolist() == [1e5]
+    assert found.advantage_K2.tolist() == [[1.0, -1.0]]
+
+
+def test_a_step_on_preferences_has_the_gradient_of_the_loss_of_whole_answers(model_path: Path, tmp_path: Path) -> None:
+    """Against Hugging Face's model in float64, one answer at a time. A pair's two are in different micro-batches."""
+    reference = moved(model_path, tmp_path / "reference")
+    config = offline(model_path, pipeline="dpo", beta=0.7).model_copy(update={"micro_batch_tokens": 10})
+    config = config.model_copy(update={"kl": config.kl.model_copy(update={"reference": str(reference)})})
+    models = build_models(ModelConfig(path=str(model_path)), config)
+    records = [
+        {"prompt": GO, "chosen": "left up down", "rejected": "stop"},
+        {"prompt": said("ice", "0", "hole"), "chosen": "1", "rejected": "2 3"},
+    ]
+    batch = rendered(model_path, preference, records)
+    recorded: dict[str, Tensor] = {}
+    policy = models.learners[Role.POLICY]
+    for name, param in policy.model.named_parameters():  # pyright: ignore[reportAttributeAccessIssue]
+        param.register_post_accumulate_grad_hook(lambda p, name=name: recorded.update({name: p.grad.clone()}))
+
+    measured = Preference(Leader(models, OBJECTIVES), 0.7).step(batch, lr=1e-3)
+
+    mine = AutoModelForCausalLM.from_pretrained(model_path).double()
+    theirs = AutoModelForCausalLM.from_pretrained(reference).double()
+    margins: list[Tensor] = []
+    for pair in batch:
+        policy_2, reference_2 = (
+            torch.stack([torch.cat([logp_of(model, row) for row in rows]).sum() for rows in pair])
+            for model in (mine, theirs)
+        )
+        margins.append(0.7 * ((policy_2 - reference_2)[0] - (policy_2 - reference_2)[1]))
+    loss = -logsigmoid(torch.stack(margins)).mean()
+    loss.backward()
+    found = torch.stack(margins).detach()
+    assert measured["loss"] == pytest.approx(loss.item(), abs=1e-6)
+    assert measured["margin"] == pytest.approx(found.mean().item(), abs=1e-6)
+    assert measured["accuracy"] == (found > 0).double().mean().item()
+    for name, param in mine.named_parameters():
+        assert param.grad is not None
+        assert torch.allclose(recorded[name].double(), param.grad, atol=1e-7, rtol=1e-4), name
+
+
+# --- distillation ---
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 100])
+def test_the_divergence_from_a_teacher_is_that_of_the_formula(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """KL(q || p) = sum q (log q - log p) by numpy; its derivative by the policy's logits is (p - q) / t."""
+    dice = np.random.default_rng(0)
+    vocabulary, temperature = 9, 0.7
+    hidden, theirs = dice.normal(size=(5, 4)), dice.normal(size=(5, 6))
+    # The teacher's head is padded to 11 words, which nobody asks for.
+    weight, their_weight = dice.normal(size=(vocabulary, 4)) * 2, dice.normal(size=(11, 6)) * 2
+    ids = dice.integers(0, vocabulary, 5)
+    monkeypatch.setattr(distilling, "CHUNK_ELEMENTS", 2 * vocabulary * chunk)
+    head, teacher_head = linear(weight), linear(their_weight)
+    hidden_PH = torch.tensor(hidden, dtype=torch.float32, requires_grad=True)
+
+    logp_P, kl_P = distilling.logp_and_divergence(
+        head,
+        hidden_PH,
+        teacher_head,
+        torch.tensor(theirs, dtype=torch.float32),
+        torch.tensor(ids),
+        temperature=temperature,
+        vocabulary=vocabulary,
+    )
+    kl_P.sum().backward()
+
+    lp = log_softmax(hidden @ weight.T / temperature)
+    lq = log_softmax((theirs @ their_weight.T)[:, :vocabulary] / temperature)
+    by_logits = (np.exp(lp) - np.exp(lq)) / temperature
+    assert kl_P.tolist() == pytest.approx((np.exp(lq) * (lq - lp)).sum(-1).tolist(), rel=1e-5)
+    assert logp_P.tolist() == pytest.approx(lp[np.arange(5), ids].tolist(), rel=1e-5)
+    assert head.weight.grad is not None
+    assert hidden_PH.grad is not None
+    np.testing.assert_allclose(head.weight.grad.numpy(), by_logits.T @ hidden, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(hidden_PH.grad.numpy(), by_logits @ weight, rtol=1e-4, atol=1e-5)
+    assert teacher_head.weight.grad is None
+
+
+def test_a_word_that_cannot_be_has_no_part_in_the_divergence() -> None:
+    """log 0 of the teacher: 0 log 0 is 0."""
+    never = nn.Linear(1, 2)
+    with torch.no_grad():
+        never.weight.zero_()
+        never.bias.copy_(torch.tensor([0.0, -torch.inf]))
+
+    _, kl_P = distilling.logp_and_divergence(
+        linear(np.zeros((2, 1))),
+        torch.ones(1, 1),
+        never,
+        torch.ones(1, 1),
+        torch.tensor([0]),
+        temperature=1,
+        vocabulary=2,
+    )
+
+    assert kl_P.item() == pytest.approx(np.log(2))
+
+
+def test_distilling_brings_the_policy_to_its_teacher(model_path: Path, tmp_path: Path) -> None:
+    """The loss is the mean divergence over all answered tokens, and the teacher never learns."""
+    teacher = moved(model_path, tmp_path / "teacher")
+    config = offline(teacher, pipeline="distillation")
+    models = build_models(ModelConfig(path=str(model_path)), config)
+    assert config.offline is not None
+    batch = rendered(model_path, demonstration, [{"messages": said("ice", "left up")}, {"messages": said("0", "go")}])
+
+    pipeline = pipeline_of(config.offline, Leader(models, OBJECTIVES))
+    losses = [pipeline.step(batch, lr=1e-2)["loss"] for _ in range(40)]
+
+    policy, source = (AutoModelForCausalLM.from_pretrained(path).double() for path in (model_path, teacher))
+    expected = torch.cat([divergence_of(source, policy, row) for (rows,) in batch for row in rows]).mean()
+    assert losses[0] == pytest.approx(expected.item(), abs=1e-6)
+    assert losses[-1] < losses[0] / 10
+    assert set(models.scorers) == set()
+
+
+# --- configuration ---
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"offline": {}}, "trainer.offline.records: empty"),
+        ({"offline": {"records": [{"source": "no.jsonl"}]}}, "trainer.offline.records.0: no.jsonl: no such file"),
+        ({"offline": {"pipeline": "distillation"}}, "needs a teacher"),
+        ({"offline": {}, "teacher": {"path": "x"}}, "trainer.teacher: training on records with the pipeline 'sft'"),
+        ({"offline": {}, "critic": {}}, "trainer.critic"),
+        ({"offline": {}, "keep_best": 1}, "trainer.keep_best"),
+        (
+            {"offline": {"pipeline": "distillation"}, "teacher": {"path": "x"}, "backend": "megatron"},
+            "cuts the vocabulary over ranks",
+        ),
+    ],
+)
+def test_settings_that_do_not_agree_are_refused(
+    settings: dict[str, Any], problem: str, model_path: Path, tmp_path: Path
+) -> None:
+    data = tmp_path / "d.jsonl"
+    data.write_text("{}")
+    if "trainer.offline.records: empty" not in problem:
+        settings["offline"].setdefault("records", [{"source": str(data)}])
+    root = TrainerRoot(model=ModelConfig(path=str(model_path)), trainer=TrainerConfig.model_validate(settings))
+
+    with pytest.raises(ConfigError, match=problem):
+        root.check()
+
+
+def test_a_farm_does_not_train_on_records(model_path: Path) -> None:
+    config = offline(model_path, pipeline="sft")
+
+    with pytest.raises(ConfigError, match=r"trainer\.offline: .* Say `rollfarm train`"):
+        wiring.check(TrainerRoot(model=ModelConfig(path=str(model_path)), trainer=config))
+    with pytest.raises(ConfigError, match=r"trainer\.offline: .* Say `rollfarm train`"):
+        load_farm([str(ROOT / "examples/offline/sft.toml")])
+
+
+# --- what the tests share ---
+
+
+def rendered(path: Path, read: Callable[..., Item], records: Sequence[dict[str, Any]]) -> list[tuple[list[Row], ...]]:
+    renderer = Renderer(str(path))
+    return [renderer.rows(read(record, SOURCE, number)) for number, record in enumerate(records)]
+
+
+def logp_of(model: Any, row: Row) -> Tensor:
+    """f64 of each token in the mask, by Hugging Face's own model."""
+    ids_T = torch.tensor(row.ids_T, dtype=torch.int64)
+    lp_TV = torch.log_softmax(model(input_ids=ids_T[None]).logits[0], dim=-1)
+    return lp_TV[:-1].gather(-1, ids_T[1:, None])[:, 0][torch.tensor(row.mask_T[1:])]
+
+
+def divergence_of(teacher: Any, policy: Any, row: Row) -> Tensor:
+    """f64 KL(teacher || policy) before each token in the mask."""
+    ids_T = torch.tensor(row.ids_T, dtype=torch.int64)
+    lq_TV, lp_TV = (torch.log_softmax(model(input_ids=ids_T[None]).logits[0], dim=-1) for model in (teacher, policy))
+    return (lq_TV.exp() * (lq_TV - lp_TV)).sum(-1)[:-1][torch.tensor(row.mask_T[1:])]
+
+
+def moved(path: Path, to: Path) -> Path:
+    """A model like that one, with other weights."""
+    model = AutoModelForCausalLM.from_pretrained(path)
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(0.1 * torch.randn_like(param))
+    model.save_pretrained(to)
+    AutoTokenizer.from_pretrained(path).save_pretrained(to)
+    return to
+
+
+def linear(weight: Any) -> nn.Linear:
+    made = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    made.weight = nn.Parameter(torch.tensor(weight, dtype=torch.float32))
+    return made
+
+
+def log_softmax(logits: Any) -> Any:
+    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
