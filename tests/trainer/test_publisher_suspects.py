@@ -1,0 +1,114 @@
+"""Engines that fail to take versions, behind a real llm_proxy: they hold up one publication, and come back."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import torch
+
+from rollfarm.errors import WeightsFailed
+from rollfarm.service import Changed
+from rollfarm.testing import SimulatedEngine
+from rollfarm.v1 import engine_pb2, llm_proxy_pb2
+from tests.llm_proxy.support import Proxy, run_proxy
+from trainer.weights.publisher import Publisher
+from trainer.weights.shared import staged_by
+from trainer.weights.snapshot import Snapshot, take_snapshot
+from trainer.weights.transport import Begin
+
+
+class Names:
+    """A Transport of nothing: simulated engines need no bytes."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[int, set[str]]] = []
+        """Versions, and whom they went to."""
+
+        self.changed = Changed()
+
+    async def transfer(self, snapshot: Snapshot, engines: Sequence[llm_proxy_pb2.Engine], begin: Begin) -> list[str]:
+        self.sent.append((snapshot.policy_version, {engine.engine_id for engine in engines}))
+        self.changed.notify()
+        transfers = [
+            llm_proxy_pb2.EngineTransfer(
+                engine_id=engine.engine_id,
+                instance_id=engine.instance_id,
+                group=engine_pb2.WeightGroup(group_name="g"),
+                join=True,
+            )
+            for engine in engines
+        ]
+        request = llm_proxy_pb2.BeginWeightUpdateRequest(policy_version=snapshot.policy_version, transfers=transfers)
+        return staged_by(await begin(request))
+
+
+class Farm:
+    """A publisher, and whom its versions went to."""
+
+    def __init__(self, proxy: Proxy, *, seconds: float) -> None:
+        self.names = Names()
+        self.publisher = Publisher(proxy.stub, self.names, mode="keep", transfer_timeout_seconds=seconds)
+
+    async def publish(self, version: int) -> None:
+        async def announce() -> None: ...
+
+        tensors = [("w", torch.zeros(1))]
+        taken = take_snapshot(tensors, policy_version=version, dtype=torch.float32, bucket_size_bytes=64)
+        async with asyncio.timeout(15):
+            await self.publisher.publish(taken, announce)
+
+    async def publish_until_both(self, version: int) -> None:
+        """Publish this version and later ones until one goes to two engines at once, as soon as nobody is suspected."""
+        async with asyncio.timeout(15):
+            while len(self.names.sent[-1][1]) < 2:
+                await self.publish(version)
+                version += 1
+
+    async def until_sent(self, version: int, engine_id: str) -> None:
+        assert await self.names.changed.first(lambda: (version, {engine_id}) in self.names.sent or None, 15)
+
+
+@asynccontextmanager
+async def farm_of(*engines: SimulatedEngine, seconds: float) -> AsyncIterator[tuple[Farm, Proxy, list[str]]]:
+    """The publisher, which keeps engines up to date meanwhile, llm_proxy, and the engines' ids."""
+    first, second = engines
+    async with first.serve() as one, second.serve() as two, run_proxy(one, two) as proxy:
+        await proxy.serving(2)
+        farm = Farm(proxy, seconds=seconds)
+        watching = asyncio.create_task(farm.publisher.watch())
+        try:
+            yield farm, proxy, [one, two]
+        finally:
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+
+
+async def test_one_that_hangs_while_it_receives_slows_one_publication_and_is_tried_beside_the_others() -> None:
+    good, bad = SimulatedEngine(), SimulatedEngine(stage_seconds=3600)
+    async with farm_of(good, bad, seconds=1) as (farm, proxy, (one, two)):
+        await farm.publish(1)
+        for version in (2, 3, 4):
+            await farm.until_sent(version - 1, two)
+            await farm.publish(version)
+            assert (version, {one}) in farm.names.sent
+        assert (good.version, bad.version) == (4, 0)
+
+        bad.stage_seconds = 0
+        await proxy.engines_when(lambda listed: {each.policy_version for each in listed.engines} == {4})
+        await farm.publish_until_both(5)
+
+        assert good.version == bad.version >= 5
+
+
+async def test_one_that_takes_versions_and_does_not_apply_them_is_left_out_until_it_does() -> None:
+    good, bad = SimulatedEngine(), SimulatedEngine(apply_error=WeightsFailed("Out of memory."))
+    async with farm_of(good, bad, seconds=10) as (farm, proxy, (one, _)):
+        await farm.publish(1)
+        await farm.publish(2)
+        assert (2, {one}) in farm.names.sent
+
+        bad.apply_error = None
+        await proxy.engines_when(lambda listed: {each.policy_version for each in listed.engines} == {2})
+        await farm.publish_until_both(3)
+
+        assert good.version == bad.version >= 3
