@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -159,6 +160,10 @@ class ImageTokens:
         except ValueError as error:
             raise BadImage(f"the model takes no image of {width} x {height}: {error}") from None
         return patches // self.merge**2
+
+    def save(self, folder: Path) -> None:
+        """Write the image processor beside an exported model."""
+        self._processor.save_pretrained(folder)
 
     def fitted(self, data: bytes, media_type: str) -> tuple[bytes, str]:
         """The image as large as the model sees it: itself, or a PNG that was resized.

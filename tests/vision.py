@@ -27,6 +27,7 @@ from transformers import (
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from rollfarm import images
+from rollfarm.checkpoint_names import CheckpointNames
 from rollfarm.images import PlacedImage
 
 Kind = Literal["qwen2_vl", "qwen2_5_vl", "qwen3_vl"]
@@ -116,7 +117,7 @@ class Reference:
     """A model as transformers has it, with its own positions."""
 
     def __init__(self, path: Path, tensors: Mapping[str, Tensor] | None = None) -> None:
-        """`tensors` in place of the parameters of the folder."""
+        """`tensors` as `other_weights` gives them, in place of those of the folder."""
         eyes = images.load(str(path))
         assert eyes is not None
         self._eyes = eyes
@@ -124,7 +125,10 @@ class Reference:
             path, dtype=torch.float32, attn_implementation="eager"
         ).eval()
         if tensors is not None:
-            self._model.load_state_dict(dict(tensors))
+            own = CheckpointNames(self._model).views(dict(self._model.named_parameters()))
+            with torch.no_grad():
+                for name, tensor in tensors.items():
+                    own[name].copy_(tensor)
 
     @torch.no_grad()
     def logprobs(self, ids: ArrayLike, seen: Sequence[PlacedImage]) -> NDArray[np.float32]:
@@ -152,12 +156,12 @@ class Reference:
 
 
 def other_weights(path: Path, *, seed: int) -> dict[str, Tensor]:
-    """Values for the parameters, unlike those of the folder."""
+    """Values unlike those of the folder, as they travel to engines."""
     dice = torch.Generator().manual_seed(seed)
     model: Any = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32)
     return {
-        name: param.detach() + 0.05 * torch.randn(param.shape, generator=dice)
-        for name, param in model.named_parameters()
+        name: tensor.detach() + 0.05 * torch.randn(tensor.shape, generator=dice)
+        for name, tensor in CheckpointNames(model).stream(model.named_parameters())
     }
 
 

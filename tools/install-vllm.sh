@@ -23,8 +23,13 @@ fi
 step "installing rollfarm with vLLM (the first time some minutes); vLLM loads rollfarm's plug-in"
 "$python" -m pip --disable-pip-version-check install --quiet --progress-bar off --editable "$root[vllm]" >&2
 # The registry may have them only for CUDA, and then they break `import transformers`.
-step "removing torchvision, torchaudio and torchcodec"
-"$python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec >&2
+step "removing torchaudio and torchcodec"
+"$python" -m pip uninstall --quiet --yes torchaudio torchcodec >&2
+# Models that take images need its image transformations, and no more: its registrations name operators of CUDA's build.
+step "fitting torchvision"
+installed torchvision || "$python" -m pip --disable-pip-version-check install --quiet --progress-bar off --no-deps torchvision==0.28.0 >&2
+packages=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+"$python" -c 'import torchvision' 2>/dev/null || : >"$packages/torchvision/_meta_registrations.py"
 step "checking"
 "$python" - <<'PYTHON'
 from importlib.metadata import entry_points, version

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedModel
 
+from rollfarm import images
 from trainer.backends.alone import on_rank_0
 from trainer.backends.passes import rank
 from trainer.backends.unwrapped import unwrapped
@@ -35,6 +36,8 @@ def export_model(
         with unwrapped():
             shell.save_pretrained(folder, state_dict=whole, max_shard_size=FILE_SIZE)
         AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
+        if (eyes := images.load(tokenizer)) is not None:
+            eyes.save(folder)
 
     write_on_rank_0(folder, write)
 
