@@ -293,7 +293,7 @@ async def _pauses(bench: Bench, proxy: Server, rounds: int) -> Figures:
     async with rpc.channel(proxy.address) as channel:
         stub = llm_proxy_pb2_grpc.LlmProxyServiceStub(channel)
         for name in TRANSPORTS:
-            trainer = bench.trainer(stub, name, deltas=name == "store")
+            trainer = bench.trainer(stub, name)
             done = [await trainer.publish(bench.weights) for _ in range(WARM_UPS + rounds)][WARM_UPS:]
             figures[name] = {
                 "publish_s": round(median(each.publish_s for each in done), 3),

@@ -437,13 +437,14 @@ class StageWeightsRequest(_message.Message):
     bucket_size_bytes: _builtins.int
     """Greatest bucket of more than one tensor."""
     checksums: _builtins.bool
-    """Whether one more broadcast follows the buckets: the XXH3 64 of each bucket's bytes, 8 bytes each, little-endian.
-    The engine refuses a version whose buckets do not agree with it.
+    """Whether one more broadcast follows: the XXH3 64 of the bytes of each one before, 8 bytes each, little-endian. The
+    engine refuses a version that does not agree with it.
     """
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorSpec]:
         """Every tensor, in the order of the broadcast. Consecutive tensors of one dtype are packed into buckets of at most
-        bucket_size_bytes, each broadcast as one flat buffer; a larger tensor is a bucket of its own.
+        bucket_size_bytes, each broadcast as one flat buffer. A larger tensor is a bucket of its own, broadcast in pieces
+        of bucket_size_bytes, rounded down to a multiple of 8; bucket_size_bytes 0 cuts nothing.
         """
 
     @_builtins.property
@@ -475,7 +476,7 @@ Global___StageWeightsRequest: _TypeAlias = StageWeightsRequest  # noqa: Y015
 
 @_typing.final
 class SharedWeights(_message.Message):
-    """A version in memory that the engine host can map. It is read before StageWeights is answered, and not later."""
+    """A version in memory that the engine host can read. It is read before StageWeights is answered, and not later."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -485,7 +486,7 @@ class SharedWeights(_message.Message):
     """Of a process on the same machine, for example "/proc/4711/fd/12"."""
     @_builtins.property
     def offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """First byte of each bucket and, last, of their checksums."""
+        """First byte of each bucket, or of each piece of a large one, and, last, of their checksums."""
 
     def __init__(
         self,
