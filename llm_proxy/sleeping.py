@@ -43,14 +43,16 @@ class Sleeping:
         self._being_told: set[str] = set()
 
     async def sleep(self, request: llm_proxy_pb2.SleepEnginesRequest) -> llm_proxy_pb2.SleepEnginesResponse:
-        """Put every engine to sleep, or renew the lease. Raises Unsupported, and then nothing is wanted any more."""
+        """Put every engine to sleep, or renew the lease. Raises Unsupported, and then wakes whom it put to sleep."""
+        is_renewal = self._wanted is not None
         seconds = request.lease_duration.ToTimedelta().total_seconds() or LEASE_SECONDS
         self._wanted, self._until = request, time.monotonic() + seconds
         await self._settled()
         for engine in self._reached():
             if refusal := self._refusals.get(engine.status.instance_id):
-                self._wanted = None
-                await self._settled()
+                if not is_renewal:
+                    self._wanted = None
+                    await self._settled()
                 raise refusal
         return llm_proxy_pb2.SleepEnginesResponse(engine_ids=self._where(sleeping=True))
 

@@ -199,7 +199,8 @@ class LlmProxyServiceServicer(object):
         go on from their tokens. Called again, it renews the lease. Answers when every engine that is reached sleeps or has
         failed to.
 
-        Errors: UNIMPLEMENTED/UNSUPPORTED (an engine, as it was started, cannot sleep; the others are woken).
+        Errors: UNIMPLEMENTED/UNSUPPORTED (an engine, as it was started, cannot sleep; the others are woken, unless they slept
+        before).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -76,7 +76,8 @@ class LlmProxyServiceStub:
     go on from their tokens. Called again, it renews the lease. Answers when every engine that is reached sleeps or has
     failed to.
 
-    Errors: UNIMPLEMENTED/UNSUPPORTED (an engine, as it was started, cannot sleep; the others are woken).
+    Errors: UNIMPLEMENTED/UNSUPPORTED (an engine, as it was started, cannot sleep; the others are woken, unless they slept
+    before).
     """
     WakeEngines: _grpc.UnaryUnaryMultiCallable[_llm_proxy_pb2.WakeEnginesRequest, _llm_proxy_pb2.WakeEnginesResponse]
     """Ends the sleep. Answers when every engine that is reached is awake or has failed to wake, which is tried again. One
@@ -150,7 +151,8 @@ class LlmProxyServiceAsyncStub(LlmProxyServiceStub):
     go on from their tokens. Called again, it renews the lease. Answers when every engine that is reached sleeps or has
     failed to.
 
-    Errors: UNIMPLEMENTED/UNSUPPORTED (an engine, as it was started, cannot sleep; the others are woken).
+    Errors: UNIMPLEMENTED/UNSUPPORTED (an engine, as it was started, cannot sleep; the others are woken, unless they slept
+    before).
     """
     WakeEngines: _aio.UnaryUnaryMultiCallable[_llm_proxy_pb2.WakeEnginesRequest, _llm_proxy_pb2.WakeEnginesResponse]  # type: ignore[assignment]
     """Ends the sleep. Answers when every engine that is reached is awake or has failed to wake, which is tried again. One
@@ -281,7 +283,8 @@ class LlmProxyServiceServicer(metaclass=_abc_1.ABCMeta):
         go on from their tokens. Called again, it renews the lease. Answers when every engine that is reached sleeps or has
         failed to.
 
-        Errors: UNIMPLEMENTED/UNSUPPORTED (an engine, as it was started, cannot sleep; the others are woken).
+        Errors: UNIMPLEMENTED/UNSUPPORTED (an engine, as it was started, cannot sleep; the others are woken, unless they slept
+        before).
         """
 
     @_abc_1.abstractmethod

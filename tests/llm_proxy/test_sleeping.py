@@ -102,6 +102,20 @@ async def test_one_that_cannot_sleep_is_an_error_and_the_others_are_awake_afterw
         assert sorted(await proxy.wake()) == sorted([first, second])
 
 
+async def test_one_that_joins_and_cannot_sleep_wakes_nobody() -> None:
+    able, unable = SimulatedEngine(), SimulatedEngine(sleep_error=Unsupported("It was started without."))
+    async with able.serve() as first, unable.serve() as second, run_proxy(first) as proxy:
+        await proxy.serving()
+        await proxy.sleep()
+        await proxy.attach(second)
+        await proxy.serving(2)
+
+        with pytest.raises(Unsupported, match="started without"):
+            await proxy.sleep()
+
+        assert able.is_asleep
+
+
 async def test_one_that_fails_to_sleep_is_tried_again_and_holds_up_nobody() -> None:
     able, failing = SimulatedEngine(), SimulatedEngine(sleep_error=EngineFailed("Out of memory."))
     async with able.serve() as first, failing.serve() as second, run_proxy(first, second) as proxy:
