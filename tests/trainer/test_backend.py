@@ -1,5 +1,6 @@
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BertConfig, Gemma3TextConfig, RobertaConfig
 
 from rollfarm.config import ConfigError
 from rollfarm.run import ModelConfig, TinyModelConfig
@@ -17,6 +18,7 @@ from trainer.algorithms.losses import Metrics
 from trainer.backends import logprobs
 from trainer.backends.passes import Measured
 from trainer.backends.replicated import ReplicatedBackend
+from trainer.backends.scoring import TokenValues, empty_model, load_model
 from trainer.config import TrainerConfig
 from trainer.create_model import ensure_model
 from trainer.micro_batches import MicroBatch
@@ -185,3 +187,45 @@ def test_an_export_loads_anywhere_with_its_tokenizer(backend: ReplicatedBackend,
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     assert np.allclose(torch.cat([each.flatten() for each in loaded.state_dict().values()]), weights(backend))
     assert AutoTokenizer.from_pretrained(tmp_path).decode([6, 7]) == "left right"
+
+
+SMALL: dict[str, Any] = {
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+    "vocab_size": 18,
+}
+
+
+BOTH_WAYS = {
+    "bert": BertConfig,
+    "roberta": RobertaConfig,
+    "gemma": partial(Gemma3TextConfig, use_bidirectional_attention=True),
+}
+
+
+@pytest.mark.parametrize("name", BOTH_WAYS)
+def test_models_whose_tokens_see_those_after_them_are_refused(tmp_path: Path, name: str) -> None:
+    AutoModelForCausalLM.from_config(BOTH_WAYS[name](**SMALL)).save_pretrained(tmp_path)
+
+    for load in (load_model, empty_model):
+        with pytest.raises(ConfigError, match=r"not a causal language model: the tokens of .* see those after them"):
+            load(str(tmp_path))
+
+
+def test_bert_that_was_trained_as_a_decoder_is_taken(tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(BertConfig(**SMALL, is_decoder=True)).save_pretrained(tmp_path)
+
+    assert load_model(str(tmp_path)).config.model_type == "bert"
+
+
+def test_a_critic_has_no_head(model_path: Path) -> None:
+    critic = TokenValues(load_model(str(model_path)))
+
+    assert critic.model.get_output_embeddings() is None
+    assert not [name for name, _ in critic.named_parameters() if "lm_head" in name]
+    assert [name for name, _ in critic.named_parameters() if name.startswith("value.")] == [
+        "value.weight",
+        "value.bias",
+    ]

@@ -25,9 +25,10 @@ from rollfarm.config import ConfigError
 from trainer.backend_config import Fsdp2Config
 from trainer.backends import Settings
 from trainer.backends.adapter_record import record_of
+from trainer.backends.alone import on_rank_0
 from trainer.backends.layers import keep_only_input, layers_of
 from trainer.backends.module import Held, ModuleBackend, ModuleScorer
-from trainer.backends.passes import rank, world_size
+from trainer.backends.passes import world_size
 from trainer.backends.scoring import TokenModel, empty_model, load_model
 from trainer.micro_batches import MicroBatch
 
@@ -46,7 +47,7 @@ class ShardedModel(Held):
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
         self._settings = settings
         self._home = torch.device("cpu") if config.cpu_offload else settings.device
-        source = make(load_model(settings.path, packing=settings.packing)) if rank() == 0 else None
+        source = on_rank_0(lambda: make(load_model(settings.path, packing=settings.packing)))
         with torch.device("meta"):
             self.module = make(empty_model(settings.path, packing=settings.packing))
         self.adapters = record_of(self.module.model, source.model if source else None, settings)

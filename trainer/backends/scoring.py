@@ -4,6 +4,8 @@ They are modules, so that a backend may shard or wrap them as a whole. Rows go t
 attention can be told where they end, and padded where it cannot: the numbers are the same.
 """
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
@@ -59,7 +61,7 @@ class TokenValues(TokenModel):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
-        self.model = model
+        self.model = cast(PreTrainedModel, model.base_model)
         self.value = nn.Linear(model.config.get_text_config().hidden_size, 1)
         nn.init.zeros_(self.value.weight)
         nn.init.zeros_(self.value.bias)
@@ -79,6 +81,7 @@ def load_model(path: str, *, packing: bool = True) -> PreTrainedModel:
         model = auto.from_pretrained(path, dtype=torch.float32, attn_implementation="sdpa")
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path: {path!r} cannot be loaded: {error}") from None
+    _check_causal(model)
     if packing:
         pack(model)
     return model
@@ -94,9 +97,25 @@ def empty_model(path: str, *, packing: bool = True) -> PreTrainedModel:
             )
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path: {path!r} cannot be loaded: {error}") from None
+    _check_causal(model)
     if packing:
         pack(model)
     return model
+
+
+def _check_causal(model: PreTrainedModel) -> None:
+    """Raises ConfigError for an encoder, whose tokens see those after them: transformers makes a causal language model
+    even of BERT, and only warns."""
+    config = model.config.get_text_config()
+    is_causal = {bool(getattr(module, "is_causal")) for module in model.modules() if hasattr(module, "is_causal")}  # noqa: B009
+    is_decoder = getattr(config, "is_decoder", None)
+    is_encoder = True not in is_causal and not is_decoder and (False in is_causal or is_decoder is False)
+    both_ways = getattr(config, "use_bidirectional_attention", None) in (True, "all")
+    if is_encoder or both_ways:
+        raise ConfigError(
+            f"model.path: not a causal language model: the tokens of {type(model).__name__} see those after them. "
+            "Choose another; one of the kind that was trained as a decoder says so by is_decoder in its config.json."
+        )
 
 
 def _check_head(model: PreTrainedModel) -> None:
