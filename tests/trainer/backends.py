@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,10 +40,15 @@ def start(
     dtype: str = "float32",
 ) -> list["subprocess.Popen[str]"]:
     """The ranks of one trainer. It saves before the step `save_before`, and goes on."""
-    port = free_port()
     settings = json.dumps({"device": "cpu", "lr": 1e-2, **config})
     command = [sys.executable, "-m", "tests.trainer.rank", str(model), str(folder), settings, steps, str(rows)]
     command += ["" if save_before is None else str(save_before), dtype]
+    return start_ranks(command, world_size)
+
+
+def start_ranks(command: Sequence[str], world_size: int) -> list["subprocess.Popen[str]"]:
+    """Processes that meet."""
+    port = free_port()
 
     def rank(number: int) -> "subprocess.Popen[str]":
         rendezvous = {"RANK": number, "LOCAL_RANK": number, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
@@ -74,11 +80,16 @@ def train(
     """What the ranks came to."""
     folder.mkdir(parents=True, exist_ok=True)
     ranks = start(model, folder, steps, config, world_size=world_size, rows=rows, save_before=save_before, dtype=dtype)
+    return answer_of(ranks, folder)
+
+
+def answer_of(ranks: Sequence["subprocess.Popen[str]"], folder: Path) -> Trained:
+    """What rank 0 said when all had ended."""
     try:
         outputs = [rank.communicate(timeout=SECONDS) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
-    assert [rank.returncode for rank in ranks] == [0] * world_size, [errors for _, errors in outputs]
+    assert [rank.returncode for rank in ranks] == [0] * len(ranks), [errors for _, errors in outputs]
     answer = json.loads(outputs[0][0].splitlines()[-1])
     return Trained(answer["steps"], answer["logprobs"], folder)
