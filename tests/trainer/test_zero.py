@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rollfarm.config import ConfigError
@@ -32,6 +33,8 @@ from trainer.backends.scoring import TokenLogprobs, TokenValues, load_model
 from trainer.create_model import ensure_model
 
 pytest.importorskip("deepspeed")
+from trainer.backends import zero
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 SECONDS = 800.0
@@ -217,6 +220,26 @@ def test_a_frozen_model_says_what_plain_torchs_says(
 ) -> None:
     assert found[f"{stage}-frozen"] == pytest.approx(torch_run["before"], abs=1e-5)
     assert found[f"{stage}-frozen-bf16"] == pytest.approx(torch_run["before"], abs=0.05)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_in_stage_3_parameters_are_in_shards_before_deepspeed_moves_any(
+    model: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    held: list[int] = []
+    initialize = zero.deepspeed.initialize
+
+    def watched(*, model: nn.Module, **settings: Any) -> Any:
+        held.append(sum(param.numel() for param in model.parameters()))
+        return initialize(model=model, **settings)
+
+    monkeypatch.setattr(zero.deepspeed, "initialize", watched)
+
+    backend = zero.ZeroBackend(TokenLogprobs, settings_for(model, dtype), STAGES["3"])
+
+    tensors, files = published(backend), load_file(model / "model.safetensors")
+    assert held == [0]
+    assert all(torch.equal(tensors[name], files[name].to(dtype)) for name in files)
 
 
 def test_a_checkpoint_of_another_model_is_refused(

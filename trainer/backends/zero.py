@@ -28,6 +28,7 @@ from rollfarm.checkpoint_names import CheckpointNames
 from rollfarm.config import ConfigError
 from trainer.backend_config import DeepSpeedConfig
 from trainer.backends import Scorer, Settings, Write
+from trainer.backends.alone import on_rank_0
 from trainer.backends.distributed_checkpoint import OPTIMIZER_PREFIX, DistributedCheckpoint
 from trainer.backends.exporting import export_model
 from trainer.backends.frozen import FrozenScorer
@@ -66,12 +67,14 @@ class ZeroScorer:
         _meet(settings)
         self._settings = settings
         self._config = config
-        self._module = _from_rank_0(make, settings)
+        self._module = _from_rank_0(make, settings, settings.compute_dtype if config.stage == 3 else torch.float32)
         # Without dropout: the ratio to the behaviour policy has to be 1 when the weights are the same.
         self._module.eval()
         if config.activation_checkpointing:
             for layer in layers_of(self._module):
                 keep_only_input(layer)
+        if config.stage == 3:
+            _cut(self._module, settings, config)
         self._engine = self._initialize()
         if config.stage == 3:
             _keep_head_whole(self._module)
@@ -265,14 +268,13 @@ def _meet(settings: Settings) -> None:
     deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False)
 
 
-def _from_rank_0(make: Make, settings: Settings) -> TokenModel:
-    """The model on rank 0; on the others one without a number in it but its buffers, for DeepSpeed sends them only the
-    parameters."""
-    if rank() == 0:
-        module = make(load_model(settings.path, packing=settings.packing))
-    else:
+def _from_rank_0(make: Make, settings: Settings, dtype: torch.dtype) -> TokenModel:
+    """The model on rank 0, its parameters in `dtype`; on the others one without a number in it but its buffers, for
+    DeepSpeed sends them only the parameters. In host memory, which the others do not touch yet."""
+    module = on_rank_0(lambda: _to_dtype(make(load_model(settings.path, packing=settings.packing)), dtype))
+    if module is None:
         with torch.device("meta"):
-            module = make(empty_model(settings.path, packing=settings.packing))
+            module = _to_dtype(make(empty_model(settings.path, packing=settings.packing)), dtype)
         module.to_empty(device="cpu")
     if world_size() > 1:
         # A folder may have a head of its own, whatever its configuration says; to_empty has untied it in any case.
@@ -286,11 +288,28 @@ def _from_rank_0(make: Make, settings: Settings) -> TokenModel:
     return module
 
 
+def _to_dtype(module: TokenModel, dtype: torch.dtype) -> TokenModel:
+    for param in module.parameters():
+        param.data = param.data.to(dtype)
+    return module
+
+
+def _cut(module: TokenModel, settings: Settings, config: DeepSpeedConfig) -> None:
+    """Send each rank its shard of one parameter after the other, so that no device ever holds more of the model than
+    its shards and one parameter: left to itself, DeepSpeed first moves all of the model there."""
+    deepspeed.zero.Init(
+        module=module, dtype=settings.compute_dtype, config_dict_or_path=_engine_config(settings, config)
+    )
+    for each in module.modules():
+        for name, buffer in each.named_buffers(recurse=False):
+            setattr(each, name, buffer.to(settings.device))
+
+
 def _adamw(module: nn.Module, settings: Settings) -> torch.optim.AdamW:
     params = [param for param in module.parameters() if param.requires_grad]
     groups = [
-        {"params": [param for param in params if param.ndim > 1], "weight_decay": settings.weight_decay},
-        {"params": [param for param in params if param.ndim <= 1], "weight_decay": 0.0},
+        {"params": [param for param in params if len(shape_of(param)) > 1], "weight_decay": settings.weight_decay},
+        {"params": [param for param in params if len(shape_of(param)) <= 1], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW([group for group in groups if group["params"]], betas=settings.betas, fused=True)
 
