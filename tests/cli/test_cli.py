@@ -85,7 +85,7 @@ def test_an_unknown_command_is_refused() -> None:
     refused = rollfarm("upp")
 
     assert refused.returncode == 2
-    assert "up, resume, evaluate, status" in refused.stderr.replace("'", "")
+    assert "up, train, resume, evaluate, status" in refused.stderr.replace("'", "")
 
 
 def test_an_unknown_key_ends_up_with_status_2_and_the_nearest_name(farm_file: Path) -> None:

@@ -16,7 +16,16 @@ from safetensors.torch import load_file
 from rollfarm import train
 from rollfarm.config import ConfigError
 from rollfarm.ports import free_port
+from rollfarm.run import ModelConfig
+from rollfarm.up.config import write_toml
 from tests.trainer.conftest import ROOT
+from tests.trainer.test_offline import moved
+from trainer.backends.build import build_models
+from trainer.config import TrainerConfig
+from trainer.offline.data import load_data
+from trainer.offline.pipelines import OBJECTIVES, pipeline_of
+from trainer.ranks import Leader
+from trainer.texts import Renderer, demonstration
 
 EXAMPLES = ROOT / "examples" / "offline"
 SECONDS = 100.0
@@ -150,6 +159,35 @@ def test_two_ranks_learn_what_one_learns(
         assert mine["metrics"] == pytest.approx(theirs["metrics"], abs=2e-3)
     expected, found = weights(uninterrupted), weights(tmp_path)
     assert all(torch.allclose(expected[name], found[name], atol=1e-3) for name in expected)
+
+
+def test_a_policy_in_shards_is_distilled_as_a_whole_one_is(model_path: Path, tmp_path: Path) -> None:
+    records = tmp_path / "records.jsonl"
+    records.write_text("".join(json.dumps({"prompt": f"ice {n}", "completion": "left up go"}) + "\n" for n in range(4)))
+    teacher = moved(model_path, tmp_path / "teacher")
+    settings: dict[str, Any] = {"device": "cpu", "lr": 1e-2, "teacher": {"path": str(teacher)}}
+    settings["offline"] = {"pipeline": "distillation", "records": [{"source": str(records)}], "batch_size": 3}
+    file = tmp_path / "farm.toml"
+    write_toml(
+        {
+            "run": {"name": "run", "folder": str(tmp_path), "steps": 3},
+            "model": {"path": str(model_path)},
+            "trainer": {**settings, "backend": "fsdp2"},
+        },
+        file,
+    )
+
+    result(start("train", file))
+
+    config = TrainerConfig.model_validate(settings)
+    assert config.offline is not None
+    data, renderer = load_data(config.offline, demonstration, seed=0), Renderer(str(model_path))
+    leader = Leader(build_models(ModelConfig(path=str(model_path)), config), OBJECTIVES)
+    pipeline = pipeline_of(config.offline, leader)
+    batches = [[renderer.rows(data.items[number]) for number in data.deck.batch(step, 3)] for step in range(3)]
+    expected = [pipeline.step(batch, lr=1e-2)["loss"] for batch in batches]
+    found = [line["metrics"]["loss"] for line in measured(tmp_path) if line["kind"] == "step"]
+    assert found == pytest.approx(expected, abs=1e-5)
 
 
 def test_the_examples_learn(tmp_path: Path) -> None:
