@@ -102,9 +102,9 @@ class Backend(Scorer, Protocol):
         ...
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor as a checkpoint of this architecture on the hub has it, in a fixed order; a tied head comes under
-        both its names. Each rank has to exhaust it, and only rank 0 may look at the tensors. A tensor is good until the
-        next one is asked for."""
+        """Every tensor as a checkpoint of this architecture on the hub has it, in a fixed order; a tied head comes
+        under both its names. Each rank has to exhaust it, and only rank 0 may look at the tensors. A tensor is good
+        until the next one is asked for."""
         ...
 
     def save(self, folder: Path) -> Write:
