@@ -9,6 +9,7 @@ import importlib.util
 import json
 import random
 import threading
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,17 +45,34 @@ class Source:
 
 
 def read_records(source: Source) -> Sequence[Record]:
-    """All of its records, in order. Read once in a process. Raises ConfigError."""
+    """All of its records, in order. Read once in a process, and kept. Raises ConfigError."""
     with _reading:
-        return _read(source)
+        return _kept(source)
+
+
+def load_records(source: Source) -> Sequence[Record]:
+    """All of its records, in order. Read anew each time. Raises ConfigError."""
+    if not source.is_file:
+        records = _from_hub(source)
+    else:
+        path = _existing(source)
+        records = _lines(path) if source.name.endswith(LINES) else _parquet(path, source)
+    if not records:
+        raise ConfigError(f"{source.name}: it has no records. Give a data set that has some.")
+    return records
+
+
+_kept = functools.lru_cache(32)(load_records)
 
 
 def check_available(source: Source) -> None:
-    """Raise ConfigError where a local file is not right, or a library is missing. Downloads nothing."""
-    if source.is_file:
-        read_records(source)
-    else:
+    """Raise ConfigError where a local file or a library is missing. Reads and downloads nothing."""
+    if not source.is_file:
         _require("datasets", source)
+        return
+    _existing(source)
+    if source.name.endswith(PARQUET):
+        _require("pyarrow", source)
 
 
 def column(record: Record, name: str, source: Source, number: int) -> Any:
@@ -81,21 +99,9 @@ def parts(count: int, share: float, seed: int) -> tuple[Sequence[int], Sequence[
 
 @functools.lru_cache(8)
 def _shuffled(count: int, seed: int, epoch: int) -> Sequence[int]:
-    numbers = list(range(count))
+    numbers = array("q", range(count))
     random.Random(f"{seed}/{epoch}").shuffle(numbers)
-    return tuple(numbers)
-
-
-@functools.lru_cache(32)
-def _read(source: Source) -> Sequence[Record]:
-    if not source.is_file:
-        records = _from_hub(source)
-    else:
-        path = _existing(source)
-        records = _lines(path) if source.name.endswith(LINES) else _parquet(path, source)
-    if not records:
-        raise ConfigError(f"{source.name}: it has no records. Give a data set that has some.")
-    return records
+    return numbers
 
 
 def _existing(source: Source) -> Path:

@@ -91,8 +91,8 @@ def world_size() -> int:
 
 
 def join(device: torch.device, timeout_seconds: float) -> None:
-    """Meet the other ranks, if there are any."""
-    if world_size() > 1:
+    """Meet the other ranks, if there are any that were not met before."""
+    if world_size() > 1 and not dist.is_initialized():
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
 

@@ -5,6 +5,7 @@ it, then the assistant's words up to the token that ends them, tokenised alone. 
 said before as it did then, the conversation is one row; where it does not, the answer begins a row of its own.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,6 +21,8 @@ from rollfarm.records import Record, Source, column
 from trainer.rows import Row
 
 Messages = Sequence[Mapping[str, Any]]
+Tools = Sequence[Mapping[str, Any]]
+"""JSON schemas of functions that the assistant may call, as chat templates take them."""
 
 ASSISTANT = "assistant"
 
@@ -32,6 +35,9 @@ class Conversation:
 
     first: int = 0
     """The assistant's messages from this number on are learnt."""
+
+    tools: Tools | None = None
+    """What the template shows before the messages; None where there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,33 +75,40 @@ def where(source: Source, number: int) -> str:
 
 
 def demonstration(record: Record, source: Source, number: int) -> Item:
-    """{"messages": [{"role", "content"}, ...]}, or {"prompt", "completion"} of two texts or two lists of messages.
+    """{"messages": [{"role", "content"}, ...]}, or {"prompt", "completion"} of two texts or two lists of messages; with
+    messages perhaps "tools".
 
     Raises ConfigError, which names the record.
     """
+    place = where(source, number)
+    tools = _tools(record.get("tools"), place)
     if "messages" not in record and "completion" in record:
         prompt = column(record, "prompt", source, number)
         answer = column(record, "completion", source, number)
-        return Item(source, number, (_answered(prompt, answer, where(source, number)),))
-    messages = _messages(column(record, "messages", source, number), where(source, number))
+        return Item(source, number, (_answered(prompt, answer, tools, place),))
+    messages = _messages(column(record, "messages", source, number), place)
     if all(message["role"] != ASSISTANT for message in messages):
-        raise ConfigError(f"{where(source, number)}: the assistant says nothing. Remove the record.")
-    return Item(source, number, (Conversation(messages),))
+        raise ConfigError(f"{place}: the assistant says nothing. Remove the record.")
+    return Item(source, number, (Conversation(messages, tools=tools),))
 
 
 def preference(record: Record, source: Source, number: int) -> Item:
     """{"prompt", "chosen", "rejected"}, all of them texts, or the prompt a list of messages and each answer a list or
-    the assistant's words. Raises ConfigError, which names the record."""
+    the assistant's words; with messages perhaps "tools". Raises ConfigError, which names the record."""
+    place = where(source, number)
+    tools = _tools(record.get("tools"), place)
     prompt = column(record, "prompt", source, number)
     chosen, rejected = (
-        _answered(prompt, column(record, name, source, number), f"{where(source, number)}: {name}")
+        _answered(prompt, column(record, name, source, number), tools, f"{place}: {name}")
         for name in ("chosen", "rejected")
     )
     return Item(source, number, (chosen, rejected))
 
 
-def _answered(prompt: object, answer: object, place: str) -> Text:
+def _answered(prompt: object, answer: object, tools: Tools | None, place: str) -> Text:
     if isinstance(prompt, str):
+        if tools:
+            raise ConfigError(f"{place}: there are tools, and the prompt is plain text. Give a list of messages.")
         if not isinstance(answer, str):
             raise ConfigError(f"{place}: the prompt is a text and the answer is not. Give both alike.")
         if not answer.strip():
@@ -106,7 +119,27 @@ def _answered(prompt: object, answer: object, place: str) -> Text:
     after = _messages(said, place)
     if all(message["role"] != ASSISTANT for message in after):
         raise ConfigError(f"{place}: the answer has no message of the assistant. Remove the record.")
-    return Conversation([*before, *after], first=len(before))
+    return Conversation([*before, *after], first=len(before), tools=tools)
+
+
+def _tools(value: object, place: str) -> Tools | None:
+    """A list, or its JSON, as tables often have it."""
+    try:
+        found = json.loads(value) if isinstance(value, str) and value else value
+    except ValueError as error:
+        raise ConfigError(f"{place}: tools is no JSON: {error}. Correct the record.") from None
+    if not found:
+        return None
+    if not isinstance(found, Sequence) or not all(isinstance(each, Mapping) for each in found):
+        raise ConfigError(f"{place}: tools is no list of objects. Correct the record.")
+    return [_given(each) for each in found]
+
+
+def _given(value: Any) -> Any:
+    """Without what is null: in a table, every row has the keys of all others."""
+    if isinstance(value, Mapping):
+        return {key: _given(inner) for key, inner in value.items() if inner is not None}
+    return [_given(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _messages(value: object, place: str) -> Messages:
@@ -122,7 +155,8 @@ def _messages(value: object, place: str) -> Messages:
             raise ConfigError(f"{place}: message {number} has no text. Correct the record.")
         if message["role"] == ASSISTANT and not (content or "").strip() and not message.get("tool_calls"):
             raise ConfigError(f"{place}: message {number}, the assistant's, is empty. Remove the record.")
-    return value
+    # Templates ask for the content itself even where it is null, and of other keys whether they are there.
+    return [{**_given(message), "content": message.get("content")} for message in value]
 
 
 class Renderer:
@@ -141,8 +175,14 @@ class Renderer:
         """For each of its texts the rows, at least one. Raises ConfigError where the template cannot show it."""
         try:
             return tuple(self._rows(text) for text in item.texts)
-        except (ConfigError, TemplateError) as error:
+        except ConfigError as error:
             raise ConfigError(f"{item.where}: {error}") from None
+        # Templates are programs: whatever they do with a value that they did not expect.
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            raise ConfigError(
+                f"{item.where}: the model's chat template cannot show it: {error!r}. Correct the record, remove it, or "
+                "give the tokenizer another template."
+            ) from None
 
     def _rows(self, text: Text) -> list[Row]:
         return [self._completed(text)] if isinstance(text, Completion) else self._conversed(text)
@@ -162,8 +202,8 @@ class Renderer:
         for number, message in enumerate(text.messages):
             if message["role"] != ASSISTANT or number < text.first:
                 continue
-            prompt = self._chat.render(text.messages[:number])
-            whole = self._chat.render(text.messages[: number + 1], prompt=False)
+            prompt = self._chat.render(text.messages[:number], tools=text.tools)
+            whole = self._chat.render(text.messages[: number + 1], tools=text.tools, prompt=False)
             if not whole.startswith(prompt):
                 raise ConfigError(
                     f"the model's chat template does not render message {number + 1} after the prompt that asks for "

@@ -15,9 +15,10 @@ from trainer.texts import Conversation, Item, Renderer
 def load_conversations(path: Path) -> list[list[dict[str, Any]]]:
     """The conversations of a JSONL file. Raises ConfigError for a file or a line that is wrong."""
     conversations: list[list[dict[str, Any]]] = []
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
-        if line.strip():
-            conversations.append(_messages(path, number, line))
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                conversations.append(_messages(path, number, line))
     if not conversations:
         raise ConfigError(f"trainer.warm_start.data: {path} is empty. Give it a conversation on each line.")
     return conversations

@@ -4,9 +4,11 @@ import os
 import shlex
 import shutil
 import sys
+import tomllib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import rollfarm
 from rollfarm.config import ConfigError
@@ -71,6 +73,8 @@ def opened(farm: FarmRoot) -> Iterator[tuple[bool, int]]:
                 shutil.rmtree(farm.model.path)
         farm.model.refuse_outdated()
         resumed = (run / CONFIG).exists()
+        if resumed and is_on_records(run / CONFIG):
+            raise ConfigError(f"run.name: {run} is a run of `rollfarm train`. Choose another --run.name.")
         (run / "logs").mkdir(exist_ok=True)
         tables = as_used(farm)
         tables["up"]["fresh"] = False
@@ -90,6 +94,19 @@ def _program() -> str:
     name = Path(started).name
     found = shutil.which(name)
     return name if found and Path(found).resolve() == Path(started).resolve() else shlex.quote(started)
+
+
+def tables_of(config: Path) -> dict[str, Any]:
+    """What a run's file says. Raises ConfigError."""
+    try:
+        return tomllib.loads(config.read_text())
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{config}: not valid TOML: {error}. Restore the file.") from None
+
+
+def is_on_records(config: Path) -> bool:
+    """Whether `rollfarm train` began the run of that file. Raises ConfigError."""
+    return "offline" in tables_of(config).get("trainer", {})
 
 
 def checkout() -> Path:

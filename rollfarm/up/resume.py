@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 USAGE = """usage: rollfarm resume RUN [--table.key value ...]
 
@@ -38,10 +37,11 @@ def main(argv: Sequence[str]) -> int:
     from rollfarm import train
     from rollfarm.config import ConfigError, exit_bad_config
     from rollfarm.up.command import start
+    from rollfarm.up.folder import is_on_records
 
     try:
         wanted = arguments(argv)
-        return (train.start if _is_on_records(Path(wanted[0])) else start)(wanted, prog=PROG)
+        return (train.start if is_on_records(Path(wanted[0])) else start)(wanted, prog=PROG)
     except ConfigError as error:
         exit_bad_config(PROG, error)
 
@@ -79,11 +79,6 @@ def find(name: str) -> Path:
     raise ConfigError(f"{name}: no such run.{hint} Give its folder, or go to where it was begun.")
 
 
-def _is_on_records(config: Path) -> bool:
-    """Whether `rollfarm train` began the run. Raises ConfigError."""
-    return "offline" in _tables(config).get("trainer", {})
-
-
 def _place(run: Path) -> list[str]:
     """Flags for a run whose folder is not where its configuration says. Raises ConfigError where that does not do."""
     from rollfarm.config import ConfigError
@@ -112,17 +107,7 @@ def _place(run: Path) -> list[str]:
 def _begun_as(config: Path) -> tuple[str, Path]:
     """The run's name, and the folder that it was to be in. Raises ConfigError."""
     from rollfarm.run import RunConfig
+    from rollfarm.up.folder import tables_of
 
-    table, default = _tables(config).get("run", {}), RunConfig()
+    table, default = tables_of(config).get("run", {}), RunConfig()
     return str(table.get("name", default.name)), Path(table.get("folder", default.folder))
-
-
-def _tables(config: Path) -> dict[str, Any]:
-    import tomllib
-
-    from rollfarm.config import ConfigError
-
-    try:
-        return tomllib.loads(config.read_text())
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{config}: not valid TOML: {error}. Restore the file.") from None

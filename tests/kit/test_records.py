@@ -66,9 +66,15 @@ def test_what_is_wrong_with_a_file_is_said_with_its_place(
         (tmp_path / name).write_bytes(content)
 
     with pytest.raises(ConfigError) as wrong:
-        check_available(Source(str(tmp_path / name)))
+        read_records(Source(str(tmp_path / name)))
 
     assert message in str(wrong.value)
+
+
+def test_a_file_is_looked_for_and_not_read_until_its_records_are_wanted(tmp_path: Path):
+    check_available(jsonl(tmp_path / "cut.jsonl", '{"a": '))
+    with pytest.raises(ConfigError, match=r"missing\.jsonl: no such file"):
+        check_available(Source(str(tmp_path / "missing.jsonl")))
 
 
 def test_an_epoch_is_every_record_once_in_an_order_that_is_the_same_each_time_and_another_in_the_next():

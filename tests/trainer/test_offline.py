@@ -1,6 +1,8 @@
 """Training on records: what is learnt of them, checked by hand, in float64 and against autograd."""
 
+import asyncio
 import json
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,18 +16,22 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rollfarm.config import ConfigError
 from rollfarm.records import Source
-from rollfarm.run import ModelConfig
+from rollfarm.run import ModelConfig, RunConfig
 from rollfarm.up.config import load_farm
 from tests.trainer.conftest import ROOT
 from trainer import wiring
 from trainer.algorithms.preferences import dpo
 from trainer.backends import distilling
 from trainer.backends.build import build_models
+from trainer.backends.scoring import TokenLogprobs, load_model
+from trainer.checkpoints import Checkpoints, CheckpointState
 from trainer.config import TrainerConfig, TrainerRoot
-from trainer.offline.data import Sieve, load_data
+from trainer.offline import run as offline_run
+from trainer.offline.data import Data, Sieve, load_data
 from trainer.offline.deck import Deck
 from trainer.offline.pipelines import OBJECTIVES, Imitation, Preference, demonstration, pipeline_of, preference
-from trainer.offline.run import check_same
+from trainer.offline.run import OfflineRun, check_same
+from trainer.progress import Progress
 from trainer.ranks import Leader, Role
 from trainer.rows import Row
 from trainer.texts import Item, Renderer
@@ -51,6 +57,21 @@ def offline(path: Path, **settings: Any) -> TrainerConfig:
     if settings["pipeline"] == "distillation":
         table["teacher"] = {"path": str(path)}
     return TrainerConfig.model_validate(table)
+
+
+def sums(path: Path, *, count: int = 10) -> dict[str, str]:
+    """The table of a data set."""
+    path.write_text("\n".join(json.dumps({"prompt": f"{n}", "completion": "up"}) for n in range(count)))
+    return {"source": str(path)}
+
+
+def templated(path: Path, to: Path, template: str) -> Renderer:
+    """Like that model's, with another chat template."""
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(to)
+    (to / "config.json").write_text((path / "config.json").read_text())
+    return Renderer(str(to))
 
 
 # --- texts ---
@@ -91,17 +112,14 @@ def test_plain_text_asks_no_template(model_path: Path) -> None:
 def test_an_answer_after_what_the_template_renders_otherwise_has_a_row_of_its_own(
     model_path: Path, tmp_path: Path
 ) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(model_path)
     # As of models that think: of what was said earlier only the end is shown.
-    tokenizer.chat_template = (
+    template = (
         "{% for m in messages %}<{{ m.role }}> "
         "{{ m.content if loop.last else m.content.split(' ')[-1] }} <end>\n{% endfor %}"
         "{% if add_generation_prompt %}<assistant> {% endif %}"
     )
-    tokenizer.save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text((model_path / "config.json").read_text())
 
-    ((first, second),) = Renderer(str(tmp_path)).rows(
+    ((first, second),) = templated(model_path, tmp_path, template).rows(
         demonstration({"messages": said("ice", "0 1 left", "hole", "2 up")}, SOURCE, 0)
     )
 
@@ -109,6 +127,40 @@ def test_an_answer_after_what_the_template_renders_otherwise_has_a_row_of_its_ow
     text, learnt = words(tmp_path, second)
     assert text == "<user> ice <end> <assistant> left <end> <user> hole <end> <assistant> 2 up <end>"
     assert learnt == ["2", "up", "<end>"]
+
+
+@pytest.mark.parametrize("tools", [[{"name": "hole", "strict": None}], '[{"name": "hole"}]'])
+def test_tools_are_shown_and_what_is_null_is_not_there(model_path: Path, tmp_path: Path, tools: object) -> None:
+    """As from a table, where every row has the keys of all others."""
+    template = (
+        "{% for t in tools or [] %}{{ t.name }}{{ ' stop' if 'strict' in t }} {% endfor %}"
+        "{% for m in messages %}<{{ m.role }}> "
+        "{% if 'tool_calls' in m %}{% for c in m.tool_calls %}{{ c.name }}{{ ' stop' if 'id' in c }}{% endfor %}"
+        "{% else %}{{ m.content }}{% endif %} <end>\n{% endfor %}"
+        "{% if add_generation_prompt %}<assistant> {% endif %}"
+    )
+    messages = [
+        {"role": "user", "content": "go", "tool_calls": None},
+        {"role": "assistant", "content": None, "tool_calls": [{"name": "up", "id": None}]},
+    ]
+    renderer = templated(model_path, tmp_path, template)
+
+    ((row,),) = renderer.rows(demonstration({"messages": messages, "tools": tools}, SOURCE, 0))
+    ((bare,),) = renderer.rows(demonstration({"messages": messages, "tools": None}, SOURCE, 0))
+
+    assert words(tmp_path, row) == ("hole <user> go <end> <assistant> up <end>", ["up", "<end>"])
+    assert words(tmp_path, bare)[0] == "<user> go <end> <assistant> up <end>"
+
+
+@pytest.mark.parametrize("cannot", ["{{ raise_exception('no') }}", "{{ 1 + m.content }}", "{{ m.content.a.b }}"])
+def test_a_record_that_the_template_cannot_show_is_named(model_path: Path, tmp_path: Path, cannot: str) -> None:
+    template = "{% for m in messages %}{% if m.content == 'ice' %}" + cannot + "{% endif %}"
+    template += "<{{ m.role }}> {{ m.content }} <end>\n{% endfor %}"
+    template += "{% if add_generation_prompt %}<assistant> {% endif %}"
+    item = demonstration({"messages": said("ice", "up")}, SOURCE, 6)
+
+    with pytest.raises(ConfigError, match=r"data\.jsonl, record 7: the model's chat template cannot show it: "):
+        templated(model_path, tmp_path, template).rows(item)
 
 
 @pytest.mark.parametrize(
@@ -121,6 +173,9 @@ def test_an_answer_after_what_the_template_renders_otherwise_has_a_row_of_its_ow
         (demonstration, {"messages": [{"role": "user", "content": 1}]}, "record 3: message 1 has no text"),
         (demonstration, {"prompt": "go", "completion": ""}, "record 3: the answer is empty"),
         (demonstration, {"mesages": []}, "record 3: the column 'messages' is missing. Did you mean 'mesages'"),
+        (demonstration, {"messages": said("go", "up"), "tools": "[{"}, "record 3: tools is no JSON"),
+        (demonstration, {"messages": said("go", "up"), "tools": {"a": 1}}, "record 3: tools is no list of objects"),
+        (demonstration, {"prompt": "go", "completion": "up", "tools": [{}]}, "record 3: there are tools"),
         (preference, {"prompt": GO, "chosen": "up"}, "record 3: the column 'rejected' is missing"),
         (preference, {"prompt": GO, "chosen": "up", "rejected": ""}, "record 3: rejected: message 1"),
         (preference, {"prompt": "go", "chosen": GO, "rejected": "up"}, "record 3: chosen: the prompt is a text"),
@@ -172,21 +227,27 @@ def test_records_of_half_weight_all_come_within_two_epochs() -> None:
     assert sorted(deck.batch(0, 6)) == [0, 1, 2, 3, 4, 5]
 
 
-def test_batches_are_a_function_of_the_step_and_end_with_the_last_epoch() -> None:
+def test_batches_are_a_function_of_the_step_and_reach_over_the_ends_of_epochs() -> None:
     deck = Deck([5], [1.0], seed=0, shuffle=False)
 
     assert deck.steps(2, 4) == 3
-    assert [deck.batch(step, 4, epochs=2) for step in range(3)] == [[0, 1, 2, 3], [4, 0, 1, 2], [3, 4]]
-    assert deck.batch(2, 4) == [3, 4, 0, 1]
+    assert [deck.batch(step, 4) for step in range(3)] == [[0, 1, 2, 3], [4, 0, 1, 2], [3, 4, 0, 1]]
+
+
+def test_a_run_that_is_given_more_epochs_goes_on_with_the_very_next_record() -> None:
+    deck = Deck([10], [1.0], seed=0, shuffle=True)
+    once, thrice = deck.steps(1, 4), deck.steps(3, 4)
+
+    begun = [number for step in range(once) for number in deck.batch(step, 4)]
+    numbers = begun + [number for step in range(once, thrice) for number in deck.batch(step, 4)]
+
+    assert (once, thrice) == (3, 8)
+    for epoch in range(3):
+        assert sorted(numbers[10 * epoch : 10 * epoch + 10]) == list(range(10))
 
 
 def test_records_that_are_held_out_are_never_trained_on(tmp_path: Path) -> None:
-    data = tmp_path / "d.jsonl"
-    data.write_text("\n".join(json.dumps({"prompt": f"{n}", "completion": "up"}) for n in range(10)))
-    config = offline(tmp_path, pipeline="sft", validation_share=0.3, records=[{"source": str(data)}]).offline
-    assert config is not None
-
-    loaded = load_data(config, demonstration, seed=0)
+    loaded = loaded_by(offline(tmp_path, pipeline="sft", validation_share=0.3, records=[sums(tmp_path / "d.jsonl")]))
 
     assert len(loaded.held_out) == 3
     assert loaded.identity["counts"] == [7]
@@ -201,6 +262,82 @@ def test_a_run_does_not_go_on_with_other_batches(tmp_path: Path) -> None:
     check_same(was, {"batch_size": 8, "counts": [3], "seed": 0}, tmp_path)
     with pytest.raises(ConfigError, match=r"batch_size was 8 and is 9; counts was \[3\] and is \[4\]\. Restore that"):
         check_same(was, {"batch_size": 9, "counts": [4], "seed": 0}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "changed", "told"),
+    [
+        ("dpo", {"beta": 0.2}, "beta was 0.1 and is 0.2"),
+        ("dpo", {"validation_share": 0.6}, "validation_share was 0.0 and is 0.6"),
+        ("sft", {"beta": 0.2}, ""),
+    ],
+)
+def test_what_a_run_minimises_is_part_of_what_it_is(
+    tmp_path: Path, pipeline: str, changed: dict[str, Any], told: str
+) -> None:
+    source = preferences(tmp_path / "d.jsonl") if pipeline == "dpo" else sums(tmp_path / "d.jsonl")
+
+    was, now = (
+        loaded_by(offline(tmp_path, pipeline=pipeline, records=[source], **more)).identity for more in ({}, changed)
+    )
+
+    if told:
+        with pytest.raises(ConfigError, match=told):
+            check_same(was, now, tmp_path)
+    else:
+        check_same(was, now, tmp_path)
+
+
+def test_a_run_does_not_go_on_with_as_many_other_records(tmp_path: Path) -> None:
+    config = offline(tmp_path, pipeline="sft", records=[sums(tmp_path / "d.jsonl")])
+    was = loaded_by(config).identity
+    text = (tmp_path / "d.jsonl").read_text()
+    (tmp_path / "d.jsonl").write_text(text.replace("up", "down", 1))
+
+    with pytest.raises(ConfigError, match=r"trained otherwise: digests was \['\w+'\] and is"):
+        check_same(was, loaded_by(config).identity, tmp_path)
+
+
+def test_other_ranks_hear_of_rank_0_while_a_checkpoint_is_written(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Writing waits for two pulses here."""
+    monkeypatch.setattr(offline_run, "PULSE_SECONDS", 0.01)
+    pulses = threading.Semaphore(0)
+
+    class Pulsing(Leader):
+        def pulse(self) -> None:
+            super().pulse()
+            pulses.release()
+
+    class SlowDisk(Checkpoints):
+        def complete(self, work: Path, state: CheckpointState) -> Path:
+            assert all(pulses.acquire(timeout=20) for _ in range(2))
+            return super().complete(work, state)
+
+    root = TrainerRoot(
+        run=RunConfig(folder=tmp_path, steps=1),
+        model=ModelConfig(path=str(model_path)),
+        trainer=offline(tmp_path, pipeline="sft", records=[sums(tmp_path / "d.jsonl")]),
+    )
+    config = root.trainer.offline
+    assert config is not None
+    root.run.path.mkdir()
+    leader = Pulsing(build_models(root.model, root.trainer), OBJECTIVES)
+    run = OfflineRun(
+        root,
+        config,
+        leader,
+        pipeline_of(config, leader),
+        load_data(root, config),
+        Sieve(Renderer(str(model_path)), 0),
+        SlowDisk(root.run.path / "checkpoints", run_id="run", keep=1),
+        Progress("run", 1, root.run.path / "metrics.jsonl", []),
+        asyncio.Event(),
+    )
+
+    assert asyncio.run(run.run())
+    assert (root.run.path / "checkpoints" / "step-000001" / "state.json").is_file()
 
 
 # --- supervised ---
@@ -364,6 +501,13 @@ def test_distilling_brings_the_policy_to_its_teacher(model_path: Path, tmp_path:
     assert set(models.scorers) == set()
 
 
+def test_rows_are_padded_where_the_teacher_wants_them_so(model_path: Path) -> None:
+    packed, padding = (load_model(str(model_path), packing=packing) for packing in (True, False))
+
+    assert not distilling.Distilled(packed, TokenLogprobs(packed)).padded
+    assert distilling.Distilled(packed, TokenLogprobs(padding)).padded
+
+
 # --- configuration ---
 
 
@@ -405,6 +549,17 @@ def test_a_farm_does_not_train_on_records(model_path: Path) -> None:
 
 
 # --- what the tests share ---
+
+
+def loaded_by(config: TrainerConfig) -> Data:
+    assert config.offline is not None
+    return load_data(TrainerRoot(trainer=config), config.offline)
+
+
+def preferences(path: Path) -> dict[str, str]:
+    """The table of a data set."""
+    path.write_text("\n".join(json.dumps({"prompt": f"{n}", "chosen": "up", "rejected": "go"}) for n in range(4)))
+    return {"source": str(path)}
 
 
 def rendered(path: Path, read: Callable[..., Item], records: Sequence[dict[str, Any]]) -> list[tuple[list[Row], ...]]:

@@ -19,13 +19,12 @@ from rollfarm.ports import free_port
 from rollfarm.run import ModelConfig
 from rollfarm.up.config import write_toml
 from tests.trainer.conftest import ROOT
-from tests.trainer.test_offline import moved
+from tests.trainer.test_offline import loaded_by, moved
 from trainer.backends.build import build_models
 from trainer.config import TrainerConfig
-from trainer.offline.data import load_data
 from trainer.offline.pipelines import OBJECTIVES, pipeline_of
 from trainer.ranks import Leader
-from trainer.texts import Renderer, demonstration
+from trainer.texts import Renderer
 
 EXAMPLES = ROOT / "examples" / "offline"
 SECONDS = 100.0
@@ -88,10 +87,23 @@ def result(process: "subprocess.Popen[str]", *, status: int = 0) -> dict[str, An
     return json.loads(output.splitlines()[-1])
 
 
+def result_of_two_ranks(*arguments: object) -> dict[str, Any]:
+    meeting = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    ranks = [start("train", *arguments, RANK=rank, LOCAL_RANK=rank, **meeting) for rank in range(2)]
+    try:
+        found = result(ranks[0])
+        assert ranks[1].wait(timeout=SECONDS) == 0
+    finally:
+        for rank in ranks:
+            rank.kill()
+        ranks[1].communicate()
+    return found
+
+
 def until_step(process: "subprocess.Popen[str]", step: int) -> None:
     assert process.stderr is not None
     for line in process.stderr:
-        if re.search(rf"step done .*step={step}\b", line):
+        if (done := re.search(r"step done .*step=(\d+)", line)) and int(done[1]) >= step:
             return
     raise AssertionError(f"It ended before step {step}.")
 
@@ -122,19 +134,20 @@ def uninterrupted(model_path: Path, preferences: Path, tmp_path_factory: pytest.
 def test_a_run_that_is_stopped_and_then_killed_ends_with_the_same_weights(
     uninterrupted: Path, model_path: Path, preferences: Path, tmp_path: Path
 ) -> None:
-    arguments = flags(tmp_path, model_path, preferences, steps=60)
+    """It is to have far more steps at first, so that it is not over before it hears the signals."""
+    arguments = flags(tmp_path, model_path, preferences, steps=100_000)
     stopped = start("train", *arguments)
-    until_step(stopped, 7)
+    until_step(stopped, 2)
     stopped.send_signal(signal.SIGTERM)
     _, errors = stopped.communicate(timeout=SECONDS)
     assert stopped.returncode == 130
     assert f"resume {tmp_path / 'run'}" in errors
     killed = start("train", *arguments)
-    until_step(killed, 27)
+    until_step(killed, 14)
     killed.kill()
     killed.communicate()
 
-    resumed = result(start("resume", tmp_path / "run"))
+    resumed = result(start("resume", tmp_path / "run", "--run.steps", "60"))
 
     assert resumed["finished"]
     assert resumed["steps"] == 60
@@ -147,21 +160,18 @@ def test_a_run_that_is_stopped_and_then_killed_ends_with_the_same_weights(
 def test_two_ranks_learn_what_one_learns(
     uninterrupted: Path, model_path: Path, preferences: Path, tmp_path: Path
 ) -> None:
-    meeting = {"WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-    arguments = flags(tmp_path, model_path, preferences, steps=60)
+    found = result_of_two_ranks(*flags(tmp_path, model_path, preferences, steps=60))
 
-    ranks = [start("train", *arguments, RANK=rank, LOCAL_RANK=rank, **meeting) for rank in range(2)]
-
-    assert result(ranks[0])["finished"]
-    assert ranks[1].wait(timeout=SECONDS) == 0
-    ranks[1].communicate()
+    assert found["finished"]
     for mine, theirs in zip(measured(tmp_path), measured(uninterrupted), strict=True):
+        # Of seven pairs, one whose margin is all but 0 is a seventh of the accuracy.
+        assert mine["metrics"].pop("accuracy") == pytest.approx(theirs["metrics"].pop("accuracy"), abs=0.15)
         assert mine["metrics"] == pytest.approx(theirs["metrics"], abs=2e-3)
     expected, found = weights(uninterrupted), weights(tmp_path)
     assert all(torch.allclose(expected[name], found[name], atol=1e-3) for name in expected)
 
 
-def test_a_policy_in_shards_is_distilled_as_a_whole_one_is(model_path: Path, tmp_path: Path) -> None:
+def test_a_policy_in_the_shards_of_two_ranks_is_distilled_as_a_whole_one_is(model_path: Path, tmp_path: Path) -> None:
     records = tmp_path / "records.jsonl"
     records.write_text("".join(json.dumps({"prompt": f"ice {n}", "completion": "left up go"}) + "\n" for n in range(4)))
     teacher = moved(model_path, tmp_path / "teacher")
@@ -177,11 +187,11 @@ def test_a_policy_in_shards_is_distilled_as_a_whole_one_is(model_path: Path, tmp
         file,
     )
 
-    result(start("train", file))
+    result_of_two_ranks(file)
 
     config = TrainerConfig.model_validate(settings)
+    data, renderer = loaded_by(config), Renderer(str(model_path))
     assert config.offline is not None
-    data, renderer = load_data(config.offline, demonstration, seed=0), Renderer(str(model_path))
     leader = Leader(build_models(ModelConfig(path=str(model_path)), config), OBJECTIVES)
     pipeline = pipeline_of(config.offline, leader)
     batches = [[renderer.rows(data.items[number]) for number in data.deck.batch(step, 3)] for step in range(3)]
@@ -223,3 +233,42 @@ def test_adapters_alone_learn_and_are_merged_into_the_model(
 def test_a_file_without_the_table_is_refused(model_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"trainer\.offline: missing"):
         train.start(["--model.path", str(model_path)], prog="rollfarm train")
+
+
+def test_a_run_is_not_taken_up_with_another_aim_and_stays_as_it_is(
+    uninterrupted: Path, model_path: Path, preferences: Path
+) -> None:
+    config = uninterrupted / "run" / "config.toml"
+    before = config.read_text()
+    arguments = flags(uninterrupted, model_path, preferences, steps=70)
+
+    refused = start("train", *arguments, "--trainer.offline.beta", "0.3")
+
+    assert "beta was 0.1 and is 0.3" in refusal(refused)
+    assert config.read_text() == before
+
+
+def test_a_farm_s_folder_is_refused_and_stays_as_it_is(model_path: Path, preferences: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    config = tmp_path / "run" / "config.toml"
+    config.write_text('[run]\nname = "run"\n')
+
+    refused = start("train", *flags(tmp_path, model_path, preferences, steps=60))
+
+    assert "is a run of `rollfarm up`. Choose another --run.name" in refusal(refused)
+    assert config.read_text() == '[run]\nname = "run"\n'
+
+
+def test_steps_that_epochs_would_overrule_are_refused(model_path: Path, preferences: Path, tmp_path: Path) -> None:
+    arguments = flags(tmp_path, model_path, preferences, steps=60)
+
+    with pytest.raises(ConfigError, match=r"Give --trainer\.offline\.epochs instead"):
+        train.start([*arguments, "--trainer.offline.epochs", "2"], prog="rollfarm train")
+    assert not (tmp_path / "run").exists()
+
+
+def refusal(process: "subprocess.Popen[str]") -> str:
+    """What it says of a wrong configuration."""
+    _, errors = process.communicate(timeout=SECONDS)
+    assert process.returncode == 2, errors
+    return errors

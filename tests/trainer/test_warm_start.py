@@ -31,6 +31,16 @@ def test_every_row_comes_once_before_any_comes_twice(model_path: Path, tmp_path:
         assert sorted(id(row) for batch in half for row in batch) == sorted(map(id, rows))
 
 
+def test_a_line_ends_only_where_a_file_s_does(tmp_path: Path) -> None:
+    """JSON may have U+2028 in its texts, which str.splitlines takes for an end."""
+    text = "one\u2028two"
+    data = tmp_path / "d.jsonl"
+    messages = [{"role": "user", "content": text}, {"role": "assistant", "content": "go"}]
+    data.write_text(json.dumps({"messages": messages}, ensure_ascii=False))
+
+    assert load_conversations(data) == [messages]
+
+
 def test_a_line_that_is_no_conversation_is_named(tmp_path: Path) -> None:
     data = tmp_path / "d.jsonl"
     data.write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')

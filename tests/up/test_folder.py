@@ -80,6 +80,15 @@ def test_a_finished_run_that_shall_have_more_steps_goes_on(earlier: Path) -> Non
     assert not begun_anew(earlier, "finished")
 
 
+def test_a_run_on_records_is_no_farm_s(earlier: Path) -> None:
+    (earlier / "config.toml").write_text("[trainer.offline]\n")
+
+    with pytest.raises(ConfigError, match="is a run of `rollfarm train`"):
+        begun_anew(earlier, False)
+    assert (earlier / "config.toml").read_text() == "[trainer.offline]\n"
+    assert begun_anew(earlier, True)
+
+
 @pytest.mark.parametrize(("name", "kept"), [("run", True), ("new", False)])
 def test_a_model_of_other_settings_is_made_anew_only_with_a_run_that_begins(
     earlier: Path, tmp_path: Path, name: str, kept: bool

@@ -35,6 +35,11 @@ class Distilled(TokenLogprobs):
         # In a tuple, so that it is no part of what learns, is sharded or saved.
         self._beside = (teacher,)
 
+    @property
+    def padded(self) -> bool:
+        """Whether one of the two has to have rows padded."""
+        return super().padded or self._beside[0].padded
+
     def forward(self, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
         if not torch.is_grad_enabled():
             return super().forward(batch, temperature)

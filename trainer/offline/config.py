@@ -40,7 +40,8 @@ class OfflineConfig(Config):
     """Data sets, mixed by their weights; at least one."""
 
     epochs: int = Field(default=0, ge=0)
-    """Times to go through the records; run.steps is not read then. 0 trains for run.steps steps."""
+    """Times to go through the records; the last batch is filled up with the next epoch's, and run.steps is not read.
+    0 trains for run.steps steps."""
 
     batch_size: int = Field(default=16, ge=1)
     """Records of one step. A pair of answers is one."""
@@ -59,7 +60,7 @@ class OfflineConfig(Config):
     """Of "dpo": how dear it is to leave the reference. Smaller goes farther."""
 
     def check(self) -> None:
-        """Raise ConfigError where there are no records. Downloads nothing."""
+        """Raise ConfigError where a file or a library is missing. Reads and downloads no records."""
         if not self.records:
             raise ConfigError("trainer.offline.records: empty. Add [[trainer.offline.records]] with a source.")
         for index, each in enumerate(self.records):

@@ -31,16 +31,13 @@ class Deck:
         return sum(self._draws)
 
     def steps(self, epochs: int, batch_size: int) -> int:
-        """Steps that so many epochs take; the last one may have fewer records."""
+        """Steps that so many epochs take; the last one may reach into the next epoch."""
         return -(-epochs * self.epoch_size // batch_size)
 
-    def batch(self, step: int, batch_size: int, *, epochs: int = 0) -> list[int]:
-        """The numbers of the records of a step, from 0. Batches reach over the ends of epochs, but for the last of
-        `epochs`; 0 is without end."""
-        first, last = step * batch_size, (step + 1) * batch_size
-        if epochs:
-            last = min(last, epochs * self.epoch_size)
-        places = (divmod(place, self.epoch_size) for place in range(first, last))
+    def batch(self, step: int, batch_size: int) -> list[int]:
+        """The numbers of the records of a step, from 0. Batches reach over the ends of epochs: none is ever smaller, so
+        that a run that is given more epochs goes on with the very next record."""
+        places = (divmod(place, self.epoch_size) for place in range(step * batch_size, (step + 1) * batch_size))
         return [int(self._epoch(epoch)[place]) for epoch, place in places]
 
     def _make_epoch(self, epoch: int) -> Numbers:
@@ -50,7 +47,8 @@ class Deck:
             for start, count, draws in zip(starts, self._counts, self._draws, strict=False)
         ]
         numbers = np.concatenate(parts)
-        return numbers[np.array(order(len(numbers), self._seed, epoch))] if self._shuffle else numbers
+        # Deals have the keys from 0, and what is held out has -1: one order twice would be its own square.
+        return numbers[np.array(order(len(numbers), self._seed, -2 - epoch))] if self._shuffle else numbers
 
     def _drawn(self, count: int, draws: int, epoch: int) -> Numbers:
         """What an epoch has of one data set: the next `draws` of its records, dealt anew whenever all had a turn."""

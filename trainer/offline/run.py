@@ -24,7 +24,7 @@ from trainer.offline.config import OfflineConfig
 from trainer.offline.data import Data, Sieve
 from trainer.offline.pipelines import Pipeline
 from trainer.progress import Progress, StepReport, ValidationReport
-from trainer.ranks import Leader
+from trainer.ranks import PULSE_SECONDS, Leader
 from trainer.saving import NotSaved, Saver
 from trainer.schedule import lr_share
 
@@ -74,10 +74,12 @@ class OfflineRun:
         is_over = False
         async with asyncio.TaskGroup() as group:
             saver = Saver(self._checkpoints, self._note_saved, group)
+            pulses = group.create_task(self._pulse(), name="pulse")
             try:
                 is_over = await self._live(saver)
             except ConfigError as error:
                 problem = error
+            pulses.cancel()
         if problem is not None:
             raise problem
         await self._compute(self._leader.stop)
@@ -112,12 +114,17 @@ class OfflineRun:
         """Run `work` in the one thread that touches the models."""
         return await asyncio.get_running_loop().run_in_executor(self._compute_thread, work, *args)
 
+    async def _pulse(self) -> None:
+        """Keep in touch with the other ranks, until cancelled: a checkpoint may take longer than they wait."""
+        while True:
+            await asyncio.sleep(PULSE_SECONDS)
+            await self._compute(self._leader.pulse)
+
     async def _go_on(self) -> None:
-        """Take up the newest checkpoint."""
+        """Take up the newest checkpoint, which is of these records."""
         self._checkpoints.sweep()
         if (found := self._checkpoints.newest()) is not None:
             path, state = found
-            check_same(state.learner, self._data.identity, path)
             await self._compute(self._leader.load, path)
             self.step = self._saved = state.step_count
             self._progress.checkpoint_path = str(path)
@@ -138,7 +145,7 @@ class OfflineRun:
         report = StepReport(
             step=self.step,
             mean_reward=None,
-            metrics={name: value for name, value in metrics.items() if math.isfinite(value)},
+            metrics=_finite(metrics),
             wait_seconds=0.0,
             train_seconds=time.monotonic() - began,
             publish_seconds=0.0,
@@ -152,11 +159,11 @@ class OfflineRun:
 
     def _learn(self) -> dict[str, float]:
         size, deck = self._offline.batch_size, self._data.deck
-        items = [self._data.items[number] for number in deck.batch(self.step, size, epochs=self._offline.epochs)]
+        items = [self._data.items[number] for number in deck.batch(self.step, size)]
         batch = self._sieve.rendered(items)
         told = {"epoch": self.step * size / deck.epoch_size, LEFT_OUT: float(len(items) - len(batch))}
         if not batch:
-            return {**told, "skipped": 1.0, "tokens": 0.0}
+            return {**told, "skipped": 0.0, "tokens": 0.0}
         lr = self._config.lr * lr_share(self._config, self.step, self._run.steps)
         metrics = self._pipeline.step(batch, lr)
         if metrics["skipped"]:
@@ -175,7 +182,7 @@ class OfflineRun:
         if not self._data.held_out or self._progress.has_validation(self.step):
             return
         self._progress.enter(trainer_pb2.PHASE_VALIDATING)
-        metrics = await self._compute(self._measured)
+        metrics = _finite(await self._compute(self._measured))
         count = int(len(self._data.held_out) - metrics[LEFT_OUT])
         report = ValidationReport(self.step, None, metrics, count, policy_version=0, time=time.time())
         self._progress.validated(report)
@@ -226,8 +233,13 @@ def check_same(was: Mapping[str, object], now: Mapping[str, object], path: Path)
     if changed:
         told = "; ".join(f"{name} was {was.get(name)!r} and is {now[name]!r}" for name in changed)
         raise ConfigError(
-            f"trainer.offline: {path} was trained on other records: {told}. Restore that, or choose another run.name."
+            f"trainer.offline: {path} was trained otherwise: {told}. Restore that, or choose another run.name."
         )
+
+
+def _finite(metrics: Mapping[str, float]) -> dict[str, float]:
+    """JSON has no others."""
+    return {name: value for name, value in metrics.items() if math.isfinite(value)}
 
 
 def _mean(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
