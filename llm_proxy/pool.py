@@ -29,6 +29,9 @@ EngineStatus = engine_pb2.EngineServiceGetStatusResponse
 _ALL_LANES = (Lane.ANY, Lane.NEWEST)
 """What every engine may take while one version is served."""
 
+UNTRIED = "not reached yet"
+"""Detail of an engine until it was reached, or could not be, for the first time."""
+
 RATE_SECONDS = 10.0
 """Over how long tokens per second are averaged: what is older weighs less than 1/e."""
 
@@ -65,7 +68,7 @@ class EngineState:
     address: str
     breaker: Breaker
     state: "State.ValueType" = CONNECTING
-    detail: str = "not reached yet"
+    detail: str = UNTRIED
     status: EngineStatus = field(default_factory=EngineStatus)
     """Its last word about itself, except the version."""
 
@@ -74,7 +77,7 @@ class EngineState:
 
     version: int = 0
     is_reached: bool = False
-    lost_because: str = "not reached yet"
+    lost_because: str = UNTRIED
     is_draining: bool = False
     is_held: bool = False
     """It takes weights, and is given nothing meanwhile."""
@@ -99,6 +102,11 @@ class EngineState:
 
     reported_at: float = 0.0
     """When it last said how it is."""
+
+    @property
+    def is_untried(self) -> bool:
+        """Whether nobody knows yet if it can be reached."""
+        return not self.is_reached and self.lost_because == UNTRIED
 
     @property
     def stands_still(self) -> bool:
@@ -211,6 +219,7 @@ class Pool:
 
     def lost(self, engine: EngineState, detail: str, now: float) -> None:
         """It cannot be reached. Its attempts are for the caller to take back."""
+        self.revision += engine.is_untried
         engine.lost_because = detail
         if engine.is_reached:
             engine.is_reached = False

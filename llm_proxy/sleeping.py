@@ -2,7 +2,8 @@
 
 What is wanted holds for every engine that is reached, also for one that joins or restarts meanwhile: `run` tells each
 for itself, so one that hangs delays no other. The wish is a lease, because whoever asked may die; then the engines are
-woken. Invariant: an engine that was put to sleep here is woken as soon as it is reached and no sleep is wanted.
+woken. Invariant: an engine that was told to sleep here, whether or not it answered, is woken as soon as it is reached
+and no sleep is wanted.
 """
 
 import asyncio
@@ -34,8 +35,8 @@ class Sleeping:
         self._until = 0.0
         """When what is wanted ends, monotonic."""
 
-        self._asleep: dict[str, str] = {}
-        """By engine: the instance that was told to sleep, and not to wake since."""
+        self._asleep: dict[str, bool | None] = {}
+        """By instance: whether it sleeps; None where it was told something and has not answered. Others are awake."""
 
         self._refusals: dict[str, Unsupported] = {}
         """By instance: why it cannot sleep."""
@@ -59,7 +60,7 @@ class Sleeping:
     async def wake(self) -> llm_proxy_pb2.WakeEnginesResponse:
         """Wake every engine that sleeps, whoever put it to sleep."""
         self._wanted = None
-        self._asleep |= {each.engine_id: each.status.instance_id for each in self._reached() if each.status.sleeping}
+        self._asleep |= {each.status.instance_id: True for each in self._reached() if each.status.sleeping}
         await self._settled()
         return llm_proxy_pb2.WakeEnginesResponse(engine_ids=self._where(sleeping=False))
 
@@ -77,13 +78,16 @@ class Sleeping:
                     self._wanted = None
 
     async def _settled(self) -> None:
-        """Wait until every engine that is reached does as is wanted."""
+        """Wait until every engine that is reached does as is wanted, and each of the others was tried once."""
         self._fleet.changed.notify()
         await self._fleet.changed.first(lambda: None if self._is_busy() else True, _LONG_SECONDS)
 
     def _is_busy(self) -> bool:
-        """Whether an engine is being told something, or will be."""
-        return bool(self._untold()) or any(engine.engine_id in self._being_told for engine in self._reached())
+        """Whether an engine is being told something, or will be, or nobody knows yet whether it is there."""
+        return bool(self._untold()) or any(
+            engine.is_untried or (engine.is_reached and engine.engine_id in self._being_told)
+            for engine in self._router.engines
+        )
 
     def _untold(self) -> list[EngineState]:
         """Engines that are reached and do not do as is wanted, though they can."""
@@ -91,7 +95,7 @@ class Sleeping:
         return [
             engine
             for engine in self._reached()
-            if (self._asleep.get(engine.engine_id) == engine.status.instance_id) is not wanted
+            if self._asleep.get(engine.status.instance_id, False) is not wanted
             and engine.status.instance_id not in self._refusals
         ]
 
@@ -102,15 +106,14 @@ class Sleeping:
         """Give the engine no requests, and put it to sleep or wake it. One that fails is reached anew and told then."""
         instance_id, connection = engine.status.instance_id, self._fleet.find(engine.engine_id)
         self._router.hold(engine.engine_id)
+        self._asleep[instance_id] = None
         try:
             if connection is not None:
                 await (self._wake(connection) if wanted is None else self._put_to_sleep(connection, engine, wanted))
-            if wanted is None:
-                self._asleep.pop(engine.engine_id, None)
-            else:
-                self._asleep[engine.engine_id] = instance_id
+            self._asleep[instance_id] = wanted is not None
         except Unsupported as refusal:
             log.error("an engine cannot sleep", engine_id=engine.engine_id, cause=str(refusal))
+            self._asleep[instance_id] = False
             self._refusals[instance_id] = refusal
         except FarmError as error:
             if connection is not None:

@@ -89,7 +89,8 @@ class WeightUpdates:
                 self._staged.clear()
                 self._sender_id = request.sender_id
             for transfer in request.transfers:
-                self._staged.pop(transfer.engine_id, None)
+                if self._staged.get(transfer.engine_id, ("", 0))[0] == transfer.instance_id:
+                    del self._staged[transfer.engine_id]
         results = await asyncio.gather(*(self._begin_one(request, transfer) for transfer in request.transfers))
         return llm_proxy_pb2.BeginWeightUpdateResponse(results=results)
 

@@ -2,12 +2,14 @@
 
 The trainer's turn lasts from a batch until the new version is published and saved: engines sleep, and models are where
 they compute. Then models go to host memory, and engines wake. Engines sleep under a lease, so that they wake though the
-trainer died; the next one takes its turn before it loads anything.
+trainer died; the next one takes its turn before it loads anything. From the beginning of the turn until the version is
+published no engine is given weights, which would take memory that the trainer counts on.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
@@ -25,6 +27,9 @@ LEASE_SECONDS = 60.0
 CALL_SECONDS = 10.0
 """How long one call waits; engines may take longer, and are asked again."""
 
+AGAIN_SECONDS = 0.5
+"""Until llm_proxy is asked again where it reached no engine: one that starts may hold the devices."""
+
 Move = Callable[[bool], Awaitable[None]]
 """Moves every model to host memory (true), or to where it computes (false)."""
 
@@ -33,8 +38,9 @@ class Turns(Protocol):
     """What the controller asks."""
 
     async def take(self, move: Move, *, discard_weights: bool) -> None:
-        """Have the devices: at once where they are had already. Without `discard_weights`, engines go on later with the
-        version that they serve; with it, they need another. Raises ConfigError where an engine cannot sleep."""
+        """Have the devices: at once where they are had already, and else once an engine sleeps. Without
+        `discard_weights`, engines go on later with the version that they serve; with it, they need another. Raises
+        ConfigError where an engine cannot sleep."""
         ...
 
     async def give(self, move: Move) -> None:
@@ -66,17 +72,20 @@ class Colocated:
         self,
         proxy: llm_proxy_pb2_grpc.LlmProxyServiceAsyncStub,
         controls: Controls,
+        may_catch_up: asyncio.Event,
         *,
         drain_seconds: float,
         lease_seconds: float = LEASE_SECONDS,
     ) -> None:
-        """`drain_seconds`: how long running requests may go on before engines sleep. 0 interrupts them."""
+        """`may_catch_up`: the publisher's, cleared while engines get no weights. `drain_seconds`: how long running
+        requests may go on before engines sleep. 0 interrupts them."""
         self._proxy = proxy
         self._controls = controls
+        self._may_catch_up = may_catch_up
         self._drain_seconds = drain_seconds
         self._lease_seconds = lease_seconds
         self._taken: llm_proxy_pb2.SleepEnginesRequest | None = None
-        """How the engines were put to sleep; None while it is their turn."""
+        """What renews the engines' sleep; None while it is their turn."""
 
         self._calling = asyncio.Lock()
         """Held while llm_proxy is called: a renewal never comes after the end of what it renews."""
@@ -89,9 +98,12 @@ class Colocated:
             lease_duration=times.duration(self._lease_seconds),
             drain_duration=times.duration(self._drain_seconds),
         )
+        self._may_catch_up.clear()
         try:
             async with self._calling:
-                await self._insist(self._proxy.SleepEngines, request)
+                await self._put_to_sleep(request)
+                # A renewal after llm_proxy restarted puts them to sleep anew: a version may have come since.
+                request.discard_weights = False
                 self._taken = request
         except Unsupported as error:
             raise ConfigError(
@@ -107,6 +119,7 @@ class Colocated:
         async with self._calling:
             self._taken = None
             await self._insist(self._proxy.WakeEngines, llm_proxy_pb2.WakeEnginesRequest())
+        self._may_catch_up.set()
 
     async def renew(self) -> None:
         while True:
@@ -121,16 +134,26 @@ class Colocated:
         except FarmError as error:
             log.warning("the engines' sleep is not renewed; they may wake", cause=str(error))
 
-    async def _insist(self, method: Callable[..., Any], request: Any) -> None:
-        """Until llm_proxy answers; or once more, when the trainer is to stop: llm_proxy may be gone for good."""
+    async def _put_to_sleep(self, request: llm_proxy_pb2.SleepEnginesRequest) -> None:
+        """Until an engine sleeps, or the trainer is to stop."""
+        for attempt in itertools.count():
+            answer = await self._insist(self._proxy.SleepEngines, request)
+            if self._controls.draining or answer.engine_ids:
+                return
+            if attempt == 0:
+                log.info("waiting for an engine that sleeps: one that starts may hold the devices")
+            await asyncio.sleep(AGAIN_SECONDS)
+
+    async def _insist(self, method: Callable[..., Any], request: Any) -> Any:
+        """The answer, once llm_proxy gives one. When the trainer is to stop, None after one more try: llm_proxy may be
+        gone for good."""
         while True:
             is_last = self._controls.draining
             try:
-                await rpc.call(method, request, timeout=CALL_SECONDS)
-                return
+                return await rpc.call(method, request, timeout=CALL_SECONDS)
             except FarmError as error:
                 if not (is_retryable(error) or isinstance(error, DeadlineExceeded)):
                     raise
                 log.info("the devices are not handed over yet", cause=str(error))
                 if is_last:
-                    return
+                    return None

@@ -225,6 +225,8 @@ class Controller:
             elif hold:
                 await self._controls.until_wanted()
             elif self._controls.paused:
+                if self._step >= self._delivered:
+                    await self._turns.give(self._move)
                 await self._controls.until_released()
             else:
                 return
@@ -374,7 +376,7 @@ class Controller:
         except TimeoutError:
             log.warning("validation given up", step=self._step, seconds=self._config.validation_timeout_seconds)
             return
-        report = _merge(results, self._step, version)
+        report = ValidationReport.over(results, self._step, version)
         self._progress.validated(report)
         await self._settled()
         self._value(report)
@@ -462,35 +464,6 @@ def _check_agrees(run: sample_buffer_pb2.ConfigureRunResponse, step: int, name: 
             f"run.name: sample_buffer has {run.next_commit_step} committed steps of {name!r}, but the newest "
             f"checkpoint holds {step}. Restore the checkpoints, or choose another run.name."
         )
-
-
-def _merge(results: list[sample_buffer_pb2.DomainResult], step: int, version: int) -> ValidationReport:
-    """One report over all domains, each episode counting alike."""
-    scored = [result for result in results if result.episode_count]
-    episodes = sum(result.episode_count for result in scored)
-
-    def mean(values: Iterator[tuple[float, int]]) -> float:
-        pairs = list(values)
-        return sum(value * count for value, count in pairs) / max(1, sum(count for _, count in pairs))
-
-    names = sorted({name for result in scored for name in result.mean_metrics})
-    by_domain = {
-        f"domain/{each.domain}/{name}": value
-        for each in scored
-        for name, value in {"reward": each.mean_reward, **each.mean_metrics}.items()
-    }
-    return ValidationReport(
-        step_count=step,
-        mean_reward=mean((result.mean_reward, result.episode_count) for result in scored),
-        metrics={
-            name: mean((each.mean_metrics[name], each.episode_count) for each in scored if name in each.mean_metrics)
-            for name in names
-        }
-        | by_domain,
-        episode_count=episodes,
-        policy_version=version,
-        time=time.time(),
-    )
 
 
 def _log_step(report: StepReport) -> None:

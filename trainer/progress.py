@@ -5,7 +5,8 @@ step is ever told twice.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ import structlog
 
 from rollfarm import times
 from rollfarm.service import Changed
-from rollfarm.v1 import trainer_pb2
+from rollfarm.v1 import sample_buffer_pb2, trainer_pb2
 from trainer.disk import remedy
 from trainer.sample_table import Sample, SampleFile
 from trainer.trackers.feed import Entry, Feed, Kind
@@ -78,6 +79,29 @@ class ValidationReport:
     policy_version: int
     time: float
     """Seconds since 1970 when it was done."""
+
+    @classmethod
+    def over(cls, results: Sequence[sample_buffer_pb2.DomainResult], step: int, version: int) -> "ValidationReport":
+        """Of all domains, each episode counting alike; done now."""
+        scored = [result for result in results if result.episode_count]
+        names = sorted({name for result in scored for name in result.mean_metrics})
+        overall = {
+            name: _mean((each.mean_metrics[name], each.episode_count) for each in scored if name in each.mean_metrics)
+            for name in names
+        }
+        by_domain = {
+            f"domain/{each.domain}/{name}": value
+            for each in scored
+            for name, value in {"reward": each.mean_reward, **each.mean_metrics}.items()
+        }
+        return cls(
+            step_count=step,
+            mean_reward=_mean((result.mean_reward, result.episode_count) for result in scored),
+            metrics=overall | by_domain,
+            episode_count=sum(result.episode_count for result in scored),
+            policy_version=version,
+            time=time.time(),
+        )
 
     def to_entry(self) -> Entry:
         """As trackers are told."""
@@ -243,6 +267,12 @@ class Progress:
             self._behind = True
         else:
             self._behind = False
+
+
+def _mean(values: Iterable[tuple[float, int]]) -> float:
+    """Of values that count so many times; 0 of none."""
+    pairs = list(values)
+    return sum(value * count for value, count in pairs) / max(1, sum(count for _, count in pairs))
 
 
 def _rewarded(report: StepReport | ValidationReport) -> dict[str, float]:

@@ -64,13 +64,17 @@ async def serve(root: TrainerRoot) -> None:
     async with rpc.channel(config.sample_buffer_address) as buffer, rpc.channel(config.llm_proxy_address) as proxy:
         engines = llm_proxy_pb2_grpc.LlmProxyServiceStub(proxy)
         drain_seconds = config.transfer_timeout_seconds if config.update_mode == "drain" else 0.0
-        turns = Colocated(engines, controls, drain_seconds=drain_seconds) if config.colocated else Apart()
         publisher = Publisher(
             engines,
             build_transport(config, root.run.path),
             mode=config.update_mode,
             concurrent_engine_count=config.rolling_engines,
             transfer_timeout_seconds=config.transfer_timeout_seconds,
+        )
+        turns = (
+            Colocated(engines, controls, publisher.may_catch_up, drain_seconds=drain_seconds)
+            if config.colocated
+            else Apart()
         )
         controller = Controller(
             root,

@@ -219,7 +219,12 @@ class _Builder:
         )
 
     def trainer(self, ranks: int, flags: Mapping[str, str]) -> list[ProcessSpec]:
-        """Rank 0 serves; with several ranks they find each other as torchrun's do."""
+        """Rank 0 serves; with several ranks they find each other as torchrun's do. On the engines' devices it starts
+        after them: an engine that starts takes memory, and cannot sleep yet."""
+        stage = 2 if setting(self._farm, "trainer", "colocated") else 1
+        return [replace(spec, stage=stage) for spec in self._ranks(ranks, flags)]
+
+    def _ranks(self, ranks: int, flags: Mapping[str, str]) -> list[ProcessSpec]:
         if ranks == 1:
             return [self.service("trainer", flags=flags)]
         rendezvous = self._farm.up.base_port + OFFSETS["rendezvous"]

@@ -124,26 +124,26 @@ class Proxy:
 
 
 @asynccontextmanager
-async def run_proxy(*engines: str, **settings: Any) -> AsyncIterator[Proxy]:
+async def run_proxy(*engines: str, port: int = 0, **settings: Any) -> AsyncIterator[Proxy]:
     """llm_proxy over these engine addresses."""
     table: dict[str, Any] = {"engines": list(engines), "health_seconds": 0.1, **settings}
     fleet = Fleet(LlmProxyConfig(**table))
-    stop, port = asyncio.Event(), asyncio.get_running_loop().create_future()
+    stop, bound = asyncio.Event(), asyncio.get_running_loop().create_future()
     servicer = LlmProxyServicer(fleet, stop)
     serving = asyncio.create_task(
         serve(
             lambda server: llm_proxy_pb2_grpc.add_LlmProxyServiceServicer_to_server(servicer, server),
-            Listen(drain_seconds=0),
+            Listen(port=port, drain_seconds=0),
             fleet.run,
             servicer.wake_on_stop,
             servicer.watch_sleep,
             services=[SERVICE],
             stop=stop,
-            started=port.set_result,
+            started=bound.set_result,
         )
     )
     try:
-        address = f"127.0.0.1:{await port}"
+        address = f"127.0.0.1:{await bound}"
         async with rpc.channel(address) as channel:
             yield Proxy(llm_proxy_pb2_grpc.LlmProxyServiceStub(channel), fleet, address)
     finally:

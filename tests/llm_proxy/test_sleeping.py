@@ -1,12 +1,15 @@
 """Engines that sleep for a trainer on their devices, through a real llm_proxy."""
 
 import asyncio
+from typing import Any
 
 import pytest
 
 from rollfarm import times
 from rollfarm.errors import EngineFailed, Unsupported
+from rollfarm.ports import free_ports
 from rollfarm.testing import SimulatedEngine
+from rollfarm.v1 import engine_pb2
 from tests.llm_proxy.support import asked, assert_exact, run_proxy, versions
 
 
@@ -67,12 +70,14 @@ async def test_when_nobody_renews_the_sleep_the_engines_wake() -> None:
     engine = SimulatedEngine()
     async with engine.serve() as address, run_proxy(address) as proxy:
         await proxy.serving()
-        await proxy.sleep(lease_seconds=0.4)
-        for _ in range(4):
-            await asyncio.sleep(0.2)
-            await proxy.sleep(lease_seconds=0.4)
-        assert engine.is_asleep
+        await proxy.sleep(lease_seconds=1.0)
+        woken = asyncio.create_task(engine.until(lambda: not engine.is_asleep))
+        for _ in range(3):
+            await asyncio.sleep(0.5)
+            await proxy.sleep(lease_seconds=1.0)
+        assert not woken.done()
 
+        await woken
         assert_exact(await proxy.generate(asked("a")))
 
 
@@ -127,6 +132,32 @@ async def test_one_that_fails_to_sleep_is_tried_again_and_holds_up_nobody() -> N
         await failing.until(lambda: failing.is_asleep)
         await proxy.wake()
         await failing.until(lambda: not failing.is_asleep)
+
+
+async def test_one_that_fell_asleep_and_did_not_say_so_is_woken_once_it_is_reached() -> None:
+    class Silent(SimulatedEngine):
+        async def Sleep(self, request: engine_pb2.SleepRequest, context: Any) -> Any:
+            await super().Sleep(request, context)
+            raise EngineFailed("The answer is lost.")
+
+    engine = Silent()
+    async with engine.serve() as address, run_proxy(address) as proxy:
+        await proxy.serving()
+        await proxy.sleep()
+        await proxy.wake()
+
+        await engine.until(lambda: not engine.is_asleep)
+
+
+async def test_one_that_is_not_reached_yet_is_waited_for() -> None:
+    class Slow(SimulatedEngine):
+        async def GetStatus(self, request: engine_pb2.EngineServiceGetStatusRequest, context: Any) -> Any:
+            await asyncio.sleep(0.3)
+            return await super().GetStatus(request, context)
+
+    engine, gone = Slow(), f"127.0.0.1:{free_ports(1)}"
+    async with engine.serve() as address, run_proxy(address, gone) as proxy:
+        assert await proxy.sleep() == [address]
 
 
 async def test_a_trainer_that_wakes_them_after_llm_proxy_restarted_finds_them_awake() -> None:

@@ -18,6 +18,7 @@ from rollfarm.v1 import llm_proxy_pb2_grpc, sample_buffer_pb2, sample_buffer_pb2
 from tests.trainer.stand_ins import evenly, play_forever, serving_proxy
 from trainer.buffer import BufferClient
 from trainer.checkpoints import Checkpoints
+from trainer.colocation import Turns
 from trainer.config import TrainerConfig, TrainerRoot
 from trainer.controller import Controller
 from trainer.controls import Controls
@@ -53,7 +54,7 @@ class Farm:
     def with_run(self, **changes: object) -> "Farm":
         return replace(self, root=self.root.model_copy(update={"run": self.root.run.model_copy(update=changes)}))
 
-    def trainer(self, *, keep: int = 2, keep_best: int = 0) -> Trainer:
+    def trainer(self, *, keep: int = 2, keep_best: int = 0, turns: Turns | None = None) -> Trainer:
         run = self.root.run
         progress, controls = Progress(run.name, run.steps, run.path / "metrics.jsonl"), Controls()
         links = Links(host="127.0.0.1", port=0, timeout_seconds=5)
@@ -66,6 +67,7 @@ class Farm:
             Checkpoints(run.path / "checkpoints", run_id=run.name, keep=keep, keep_best=keep_best),
             progress,
             controls,
+            turns,
         )
         return Trainer(controller, progress, controls, publisher)
 

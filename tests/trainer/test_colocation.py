@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from rollfarm.errors import Unsupported
 from rollfarm.ports import free_ports
 from rollfarm.run import ModelConfig, TinyModelConfig
 from rollfarm.testing import SimulatedEngine
-from rollfarm.v1 import llm_proxy_pb2_grpc
+from rollfarm.v1 import engine_pb2, llm_proxy_pb2_grpc
 from tests.llm_proxy.support import Proxy, asked, run_proxy, versions
 from tests.trainer.conftest import WORDS, make_backend, random_rows
 from trainer.backends import Settings
@@ -41,14 +42,17 @@ class Moves:
         self.made.append((to_host, self.engine.is_asleep))
 
 
+def turns_by(stub: Any, controls: Controls | None = None, *, lease_seconds: float = 60.0) -> Colocated:
+    return Colocated(stub, controls or Controls(), asyncio.Event(), drain_seconds=0, lease_seconds=lease_seconds)
+
+
 @asynccontextmanager
 async def taking_turns(
     engine: SimulatedEngine, *, lease_seconds: float = 60.0
 ) -> AsyncIterator[tuple[Colocated, Moves, Proxy]]:
     async with engine.serve() as address, run_proxy(address) as proxy:
         await proxy.serving()
-        turns = Colocated(proxy.stub, Controls(), drain_seconds=0, lease_seconds=lease_seconds)
-        yield turns, Moves(engine), proxy
+        yield turns_by(proxy.stub, lease_seconds=lease_seconds), Moves(engine), proxy
 
 
 async def test_models_are_on_the_devices_only_while_the_engines_sleep() -> None:
@@ -68,17 +72,57 @@ async def test_models_are_on_the_devices_only_while_the_engines_sleep() -> None:
 
 async def test_a_long_turn_is_renewed_and_one_whose_trainer_died_ends() -> None:
     engine = SimulatedEngine()
-    async with taking_turns(engine, lease_seconds=0.6) as (turns, moves, proxy):
+    async with taking_turns(engine, lease_seconds=3.0) as (turns, moves, proxy):
         renewing = asyncio.create_task(turns.renew())
         await turns.take(moves.move, discard_weights=False)
         woken = asyncio.create_task(engine.until(lambda: not engine.is_asleep))
-        await asyncio.wait({woken}, timeout=1.5)
+        await asyncio.wait({woken}, timeout=3.5)
         assert not woken.done()
 
         renewing.cancel()
 
         await woken
         assert versions(await proxy.generate(asked("a"))) == [0] * 4
+
+
+async def test_a_version_is_kept_where_llm_proxy_restarts_after_it_came() -> None:
+    class Counting(SimulatedEngine):
+        sleep_count = 0
+
+        async def Sleep(self, request: engine_pb2.SleepRequest, context: Any) -> Any:
+            self.sleep_count += 1
+            return await super().Sleep(request, context)
+
+    engine, port = Counting(), free_ports(1)
+    moves = Moves(engine)
+    async with engine.serve() as address, rpc.channel(f"127.0.0.1:{port}") as channel:
+        turns = turns_by(llm_proxy_pb2_grpc.LlmProxyServiceStub(channel), lease_seconds=3.0)
+        async with run_proxy(address, port=port) as proxy:
+            await proxy.serving()
+            await turns.take(moves.move, discard_weights=True)
+            assert await proxy.begin(1, *(await proxy.list_engines()).engines) == [""]
+            await proxy.commit(1)
+        async with run_proxy(address, port=port) as proxy:
+            renewing = asyncio.create_task(turns.renew())
+            await engine.until(lambda: engine.sleep_count == 2)
+            renewing.cancel()
+            await turns.give(moves.move)
+
+            assert versions(await proxy.generate(asked("a"))) == [1] * 4
+
+
+async def test_the_devices_are_had_only_once_an_engine_that_starts_sleeps() -> None:
+    engine = SimulatedEngine()
+    moves = Moves(engine)
+    async with engine.serve() as address, run_proxy() as proxy:
+        taking = asyncio.create_task(turns_by(proxy.stub).take(moves.move, discard_weights=True))
+        await asyncio.wait({taking}, timeout=0.7)
+        assert moves.made == []
+
+        await proxy.attach(address)
+        await taking
+
+        assert moves.made == [(False, True)]
 
 
 async def test_an_engine_that_cannot_sleep_is_a_wrong_configuration() -> None:
@@ -96,7 +140,7 @@ async def test_a_trainer_that_is_to_stop_does_not_wait_for_an_llm_proxy_that_is_
     monkeypatch.setattr("trainer.colocation.CALL_SECONDS", 0.2)
     controls, moves = Controls(), Moves(SimulatedEngine())
     async with rpc.channel(f"127.0.0.1:{free_ports(1)}") as channel:
-        turns = Colocated(llm_proxy_pb2_grpc.LlmProxyServiceStub(channel), controls, drain_seconds=0)
+        turns = turns_by(llm_proxy_pb2_grpc.LlmProxyServiceStub(channel), controls)
         waiting = asyncio.create_task(turns.take(moves.move, discard_weights=False))
         await asyncio.wait({waiting}, timeout=0.5)
         assert not waiting.done()

@@ -15,6 +15,7 @@ from rollfarm.v1 import sample_buffer_pb2, trainer_pb2
 from tests.trainer.disks import FullDisk
 from tests.trainer.farms import Farm, farm
 from tests.trainer.stand_ins import evenly
+from trainer.colocation import Move
 from trainer.saving import NotSaved
 
 
@@ -218,11 +219,27 @@ async def test_a_trainer_asked_to_stop_saves_and_the_next_one_repeats_nothing(
         assert len({line["policy_version"] for line in run.metrics("step")}) == 6
 
 
-async def test_a_pause_holds_the_next_step_and_a_checkpoint_can_be_had_meanwhile(
+class Devices:
+    """Turns that note whose the devices are."""
+
+    def __init__(self) -> None:
+        self.given = asyncio.Event()
+
+    async def take(self, move: Move, *, discard_weights: bool) -> None:
+        self.given.clear()
+
+    async def give(self, move: Move) -> None:
+        self.given.set()
+
+    async def renew(self) -> None: ...
+
+
+async def test_a_pause_holds_the_next_step_and_leaves_the_devices_and_a_checkpoint_can_be_had_meanwhile(
     buffer_address: str, model_path: Path, tmp_path: Path
 ) -> None:
+    devices = Devices()
     async with farm(buffer_address, model_path, tmp_path, checkpoint_every=100) as run:
-        trainer = run.trainer()
+        trainer = run.trainer(turns=devices)
         running = asyncio.create_task(trainer.controller.run())
         await trainer.until(lambda progress: progress.step_count >= 1)
 
@@ -232,6 +249,7 @@ async def test_a_pause_holds_the_next_step_and_a_checkpoint_can_be_had_meanwhile
         assert path.name == f"step-{steps:06d}"
         assert (await run.status()).next_commit_step == steps
         assert trainer.progress.step_count == steps < 6
+        await asyncio.wait_for(devices.given.wait(), 10)
         trainer.controls.pause(False)
         await running
         assert trainer.progress.step_count == 6

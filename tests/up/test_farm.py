@@ -96,6 +96,13 @@ def test_ranks_find_each_other_as_those_of_torchrun_do_and_only_the_first_serves
     assert flag(follower.argv, "--trainer.telemetry.metrics_port") == "0"
 
 
+def test_a_trainer_on_the_engines_devices_starts_once_they_are_there(farm_file) -> None:
+    colocated = planned(farm_file, "--trainer.colocated", "true", "--up.trainer_ranks", "2")
+
+    assert [spec.stage for spec in colocated.specs[-4:]] == [1, 1, 2, 2]
+    assert {spec.stage for spec in planned(farm_file).specs} == {0, 1}
+
+
 def test_one_rank_is_an_ordinary_process(farm_file) -> None:
     assert "RANK" not in planned(farm_file).specs[-1].env
 

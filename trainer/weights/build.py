@@ -26,8 +26,6 @@ def build_transport(config: TrainerConfig, run_folder: Path) -> Transport:
         case "store":
             # Engines that slept without weights have nothing that a delta could change.
             deltas = config.store_deltas and not config.colocated
-            # Engines that slept without weights have nothing that a delta could change.
-            deltas = config.store_deltas and not config.colocated
             return Store(config.store_folder or run_folder / FOLDER, deltas=deltas)
         case "ipc":
             return SharedMemory()

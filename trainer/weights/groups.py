@@ -137,7 +137,8 @@ class Links:
                     staged.append(result.engine_id)
         finally:
             for engine_id in set(links) - set(staged):
-                self._links.pop(engine_id, None)
+                if self._links.get(engine_id) is links[engine_id]:  # and not of an instance that came after it
+                    del self._links[engine_id]
         return staged
 
     def _link_to(self, engine: llm_proxy_pb2.Engine) -> Link:

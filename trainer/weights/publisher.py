@@ -4,7 +4,7 @@ Whatever engine lacks the last published version afterwards (it restarted, joine
 restarted) is brought up to date in the background, from a copy of the weights kept in memory.
 
 An instance that failed to take a version is a suspect: publications leave it out, so it holds up at most one of them.
-It is tried by itself, beside publications, until it took a version.
+It is tried by itself, beside publications and other suspects, until it took a version.
 """
 
 from __future__ import annotations
@@ -60,11 +60,18 @@ class Publisher:
         self._suspects: set[str] = set()
         """Instances that failed to take a version, and have taken none since."""
 
+        self._being_tried: set[str] = set()
+        """Suspects that a version is on its way to."""
+
         self._turn = asyncio.Lock()
         """Held while versions go to engines that are no suspects: those take one at a time."""
 
         self._left_behind = asyncio.Event()
         self._suspected = asyncio.Event()
+        self.may_catch_up = asyncio.Event()
+        """Cleared by whoever wants no engine to take weights until the next publication, which sets it."""
+
+        self.may_catch_up.set()
 
     async def publish(self, snapshot: Snapshot, announce: Callable[[], Awaitable[None]]) -> None:
         """Bring a new version to the engines; `announce` tells sample_buffer, between transfer and switch.
@@ -84,12 +91,13 @@ class Publisher:
             self._published = snapshot
             if not (staged and await self._commit(snapshot, staged)):
                 self._left_behind.set()
+        self.may_catch_up.set()
 
     async def watch(self) -> None:
         """Keep every engine at the published version, until cancelled."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._watch_trusted())
-            group.create_task(self._watch_suspects())
+            group.create_task(self._watch_suspects(group))
 
     async def _watch_trusted(self) -> None:
         revision: int | None = None
@@ -97,6 +105,7 @@ class Publisher:
         while True:
             try:
                 revision = await self._until_changed(revision)
+                await self.may_catch_up.wait()
                 settled = await self._catch_up()
             except FarmError as error:
                 log.info("engines not listed", cause=str(error))
@@ -108,7 +117,7 @@ class Publisher:
                 await asyncio.sleep(backoff)
                 backoff = min(2 * backoff, LAST_RETRY_SECONDS)
 
-    async def _watch_suspects(self) -> None:
+    async def _watch_suspects(self, group: asyncio.TaskGroup) -> None:
         backoff = FIRST_RETRY_SECONDS
         while True:
             if not self._suspects:
@@ -117,8 +126,9 @@ class Publisher:
                 await self._suspected.wait()
             await asyncio.sleep(backoff)
             backoff = min(2 * backoff, LAST_RETRY_SECONDS)
+            await self.may_catch_up.wait()
             try:
-                await self._try_suspects()
+                await self._try_suspects(group)
             except FarmError as error:
                 log.info("engines not listed", cause=str(error))
 
@@ -149,32 +159,49 @@ class Publisher:
                 return True
             log.info("bringing engines up to date", policy_version=version, engines=[each.engine_id for each in behind])
             staged = await self._transfer(snapshot, behind)
-            if behind and not staged:
+            if (behind and not staged) or not self.may_catch_up.is_set():
                 return False
             return await self._commit(snapshot, staged)
 
-    async def _try_suspects(self) -> None:
-        """One round: each by itself, and without the turn, so that one that hangs holds up nobody."""
+    async def _try_suspects(self, group: asyncio.TaskGroup) -> None:
+        """Each by itself, and without the turn, so that one that hangs holds up nobody."""
         listed = await self._list()
         self._suspects &= {each.instance_id for each in listed.engines}
-        suspects = [each for each in listed.engines if each.state in REACHABLE and each.instance_id in self._suspects]
-        await asyncio.gather(*(self._try_suspect(each) for each in suspects))
+        untried = self._suspects - self._being_tried
+        for engine in listed.engines:
+            if engine.state in REACHABLE and engine.instance_id in untried:
+                self._being_tried.add(engine.instance_id)
+                group.create_task(self._try_suspect(engine), name=f"weights to {engine.engine_id}")
 
     async def _try_suspect(self, engine: llm_proxy_pb2.Engine) -> None:
         snapshot = self._published
         assert snapshot is not None, "there are suspects only after a publication"
         try:
-            if not await self._transfer(snapshot, [engine]):
+            if not await self._takes(engine, snapshot):
                 return
         except FarmError as error:
             log.info("engine not reached", engine_id=engine.engine_id, cause=str(error))
             return
-        # Where a newer version was published meanwhile, its taking this one is enough: it gets that one like others.
-        if snapshot is self._published and not await self._commit(snapshot, [engine]):
-            return
+        finally:
+            self._being_tried.discard(engine.instance_id)
         log.info("engine takes weights again", engine_id=engine.engine_id, policy_version=snapshot.policy_version)
         self._suspects.discard(engine.instance_id)
         self._left_behind.set()
+
+    async def _takes(self, engine: llm_proxy_pb2.Engine, snapshot: Snapshot) -> bool:
+        """Whether a suspect applies the version or, where a newer one is published meanwhile, at least receives it."""
+        if not await self._transfer(snapshot, [engine]):
+            return False
+        if snapshot is not self._published:
+            return True
+        if not self.may_catch_up.is_set():
+            return False
+        if await self._commit(snapshot, [engine]):
+            return True
+        # llm_proxy does not count a version that was replaced by a newer one while the engine applied it.
+        listed = await self._list()
+        version = snapshot.policy_version
+        return any(each.instance_id == engine.instance_id and each.policy_version == version for each in listed.engines)
 
     def _trusted(self, listed: llm_proxy_pb2.ListEnginesResponse) -> list[llm_proxy_pb2.Engine]:
         """Engines that can be reached and are no suspects."""
