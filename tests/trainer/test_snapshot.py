@@ -2,6 +2,7 @@
 
 import hashlib
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -71,6 +72,17 @@ def test_a_large_tensor_is_sent_while_it_is_copied() -> None:
         [float(number) for number in range(start, min(start + 16, 40))] for start in (0, 16, 32)
     ]
     assert [bucket.tolist() for bucket in taken.buffers] == [torch.cat(pieces).tolist()]
+
+
+def test_a_large_tensor_whose_rows_do_not_follow_each_other_is_copied_in_order() -> None:
+    large = torch.arange(40.0).view(5, 8).t()
+
+    taken = snapshots().take([("large", large)], policy_version=1)
+
+    assert values(taken) == {"large": large.contiguous().flatten().view(torch.uint8).tolist()}
+    assert list(taken.parts())[-1].numpy().tobytes() == b"".join(
+        checksums.of_buffer(piece.numpy()) for piece in list(taken.parts())[:-1]
+    )
 
 
 def test_a_tensor_is_needed_only_until_the_next_one_is_asked_for() -> None:
@@ -148,6 +160,18 @@ def test_memory_is_used_again_only_when_nobody_holds_the_version() -> None:
 
     assert third.buffers[0].data_ptr() == place
     assert values(second) == values(snapshots().take(mixed(2).items(), policy_version=2))
+
+
+def test_memory_of_more_versions_than_are_needed_at_once_is_given_back() -> None:
+    made: list[RamArena] = []
+    taker = Snapshots(dtype=torch.float32, bucket_size_bytes=64, make_arena=lambda: made.append(RamArena()) or made[-1])
+    held = [taker.take(mixed().items(), policy_version=version) for version in range(4)]
+    arenas = [weakref.ref(arena) for arena in made]
+    made.clear()
+
+    held.clear()
+
+    assert sum(arena() is not None for arena in arenas) == 2
 
 
 def test_equal_tensors_have_equal_digests_and_no_others() -> None:

@@ -7,6 +7,7 @@ buckets that are full. Once full it never changes. Its memory is used again when
 
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,6 +21,9 @@ from rollfarm import buckets, checksums
 from rollfarm.stored import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from rollfarm.v1 import engine_pb2
 from trainer.weights.memory import Arena, RamArena
+
+MOST_IDLE = 2
+"""Versions' memory kept for later ones. More is idle only after somebody held on to old versions, and is given back."""
 
 Specs = list[engine_pb2.TensorSpec]
 
@@ -137,7 +141,7 @@ class Snapshots:
         self._dtype = dtype
         self._bucket_size_bytes = bucket_size_bytes
         self._make_arena = make_arena
-        self._idle: list[Arena] = []
+        self._idle: deque[Arena] = deque(maxlen=MOST_IDLE)
         self._specs: Specs = []
 
     def take(
@@ -212,17 +216,28 @@ class _Filling:
         self._filled += size
         self.specs.append(spec)
         if size > limit:
-            self._put_pieces(place, tensor.detach().reshape(-1), dtype)
+            self._put_pieces(place, tensor.detach(), dtype)
         else:
             place.view(dtype).view(tensor.shape).copy_(tensor.detach())
 
-    def _put_pieces(self, place: Tensor, flat: Tensor, dtype: torch.dtype) -> None:
-        """The only tensor of its bucket: its first bytes are sent while the others are copied."""
-        for piece in buckets.pieces(place.numel(), self._snapshot.bucket_size_bytes):
+    def _put_pieces(self, place: Tensor, tensor: Tensor, dtype: torch.dtype) -> None:
+        """The only tensor of its bucket: its first bytes are sent while the others are copied, if they lie in order."""
+        pieces = buckets.pieces(place.numel(), self._snapshot.bucket_size_bytes)
+        flat = tensor.view(-1) if tensor.is_contiguous() else None
+        if flat is None:
+            self._copy_by_rows(tensor, place.view(dtype).view(tensor.shape))
+        for piece in pieces:
             part = place[piece]
-            part.view(dtype).copy_(flat[piece.start // dtype.itemsize : piece.stop // dtype.itemsize])
+            if flat is not None:
+                part.view(dtype).copy_(flat[piece.start // dtype.itemsize : piece.stop // dtype.itemsize])
             self._add(part)
         self._end_bucket(place)
+
+    def _copy_by_rows(self, tensor: Tensor, to: Tensor) -> None:
+        """As many rows at a time as a bucket holds: each copy of what is not contiguous is made on its device first."""
+        rows = max(1, self._snapshot.bucket_size_bytes // (to[0].numel() * to.itemsize))
+        for source, target in zip(tensor.split(rows), to.split(rows), strict=True):
+            target.copy_(source)
 
     def finish(self) -> None:
         """The last bucket, and the table of checksums."""
