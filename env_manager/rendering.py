@@ -35,8 +35,9 @@ REMEMBERED = 4096
 SHORT = 1024
 """Characters up to which a rendering is worth keeping, and bytes up to which a decoding is."""
 
-MOST_IMAGE_BYTES = 32 * 1024 * 1024
-"""Of an episode's images together: a request carries all of them, and a message has bounds."""
+MOST_IMAGE_BYTES = 14 * 1024 * 1024
+"""Of an episode's images together: a trajectory carries all of them, and sample_buffer takes none above 16 MiB unless
+it is told to."""
 
 EXCERPT = 200
 """Characters of a tool that an error shows."""

@@ -5,12 +5,11 @@ Concatenated, the turns of a segment are exactly the tokens that the engines saw
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from env_manager.rendering import Prompt, words
 from rollfarm import images, times
 from rollfarm.env import Observation, Step
-from rollfarm.images import PlacedImage
 from rollfarm.v1 import llm_proxy_pb2, reward_gateway_pb2, sample_buffer_pb2, trajectory_pb2
 
 
@@ -26,11 +25,12 @@ class Transcript:
         self._prompt = bytearray()
         """Of the segment."""
 
-        self._seen: list[PlacedImage] = []
-        """Of the segment; offsets are in the prompt."""
+        self._images: list[trajectory_pb2.ImagePart] = []
+        """Of the segment, as they travel with the prompt."""
 
-        self._written: set[bytes] = set()
-        """Images that the turns hold, by their SHA-256."""
+        self._in_prompt: set[bytes] = set()
+        self._in_turns: set[bytes] = set()
+        """Images whose bytes are there, by their SHA-256."""
 
         self._reference = shown.reference
         self._state_hash = shown.state_hash
@@ -49,22 +49,37 @@ class Transcript:
     @property
     def images(self) -> Sequence[trajectory_pb2.ImagePart]:
         """What the prompt shows, as it travels with the prompt."""
-        return images.write_once(self._seen, set())
+        return self._images
 
     def show(self, prompt: Prompt) -> None:
         """Append what the policy is shown."""
         if prompt.begins_segment:
             self._prompt.clear()
-            self._seen.clear()
+            self._images.clear()
+            self._in_prompt.clear()
         for number, span in enumerate(prompt.spans):
             begins = prompt.begins_segment and not number
-            parts = images.write_once(span.images, self._written)
+            parts = images.write_once(span.images, self._in_turns)
             self._turns.append(
                 trajectory_pb2.Turn(author=span.author, token_ids=span.token_ids, begins_segment=begins, images=parts)
             )
-            self._seen += [replace(image, offset=image.offset + self.token_count) for image in span.images]
+            for part, image in zip(parts, span.images, strict=True):
+                self._show_image(part, image.data)
             self._texts.append(span.text)
             self._prompt += span.token_ids
+
+    def _show_image(self, part: trajectory_pb2.ImagePart, data: bytes) -> None:
+        """Append what a turn shows to what the prompt shows, where its bytes may be written already, or not yet."""
+        self._images.append(
+            trajectory_pb2.ImagePart(
+                data=b"" if part.sha256 in self._in_prompt else data,
+                media_type=part.media_type,
+                token_offset=part.token_offset + self.token_count,
+                token_count=part.token_count,
+                sha256=part.sha256,
+            )
+        )
+        self._in_prompt.add(part.sha256)
 
     def act(self, result: llm_proxy_pb2.GenerationResult, text: str) -> None:
         """Append what the policy wrote."""

@@ -162,7 +162,8 @@ def _images(generation: engine_pb2.Generation, prompt: Ids, limits: Limits) -> S
     if not np.array_equal(stands_for, prompt == limits.image_token_id):
         # An engine is told of one place after the other, and would take any for the next image's.
         raise InvalidArgument(
-            f"Token {limits.image_token_id} stands for images, and is elsewhere in the prompt, or not where they are.",
+            f"Token {limits.image_token_id} stands for images, and is elsewhere in the prompt, as where the policy "
+            "wrote it, or not where they are.",
             field="images",
         )
     return placed

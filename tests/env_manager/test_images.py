@@ -1,20 +1,24 @@
 """Environments that show images: to tokens, to llm_proxy, and into the trajectory."""
 
+from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoTokenizer
 
 from env_manager import model
-from env_manager.rendering import Renderer
+from env_manager.rendering import Prompt, Renderer, Span
+from env_manager.transcript import Transcript
+from llm_proxy.engine.requests import Limits, decode
 from rollfarm import env_wire, images, tokens
 from rollfarm.env import Environment, Image, Observation, Step, ToolResult
-from rollfarm.errors import EnvironmentFailed
+from rollfarm.errors import EnvironmentFailed, InvalidArgument
 from rollfarm.playing import read_observation, read_step
-from rollfarm.v1 import environment_pb2, trajectory_pb2
+from rollfarm.v1 import environment_pb2, llm_proxy_pb2, trajectory_pb2
 from tests.env_manager.fakes import FakeBuffer, FakeProxy, Policy, episode, serving, tokenizer, working
 from tests.vision import BEGIN, CHAT_TEMPLATE, FINISH, IDS, IMAGE, IMAGE_ID, Reference, make_model, picture
 from trainer.backends.scoring import TokenLogprobs, load_model
@@ -128,6 +132,41 @@ async def test_a_new_segment_shows_every_image_again_and_their_bytes_do_not_trav
     assert [bool(part.data) for part in trajectory.turns[2].images] == [False, False, False, True]
     asked = proxy.requests[1].generation
     assert images.place(asked.images, len(second), {}) == list(second.images)
+
+
+async def test_a_policy_that_writes_the_placeholder_aborts_its_episode(renderer: Renderer) -> None:
+    limits = Limits(slot_count=1, context_token_count=512, vocabulary_size=len(IDS), image_token_id=IMAGE_ID)
+
+    def write(prompt: Sequence[int], asked: llm_proxy_pb2.ProxiedGeneration) -> list[int] | InvalidArgument:
+        try:
+            decode(asked.generation, "key", limits)
+        except InvalidArgument as refused:
+            return refused
+        return [IMAGE_ID, IDS["<end>"]]
+
+    buffer, proxy = await play(renderer, write)
+
+    (failure,) = buffer.failed.values()
+    assert failure.outcome == trajectory_pb2.OUTCOME_ABORTED
+    assert f"Token {IMAGE_ID} stands for images, and is elsewhere in the prompt, as where the policy" in failure.detail
+    assert len(proxy.requests) == 2
+
+
+async def test_images_are_hashed_where_they_are_shown_and_not_in_every_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[bytes] = []
+    monkeypatch.setattr(images, "_digest", lambda data: hashed.append(data) or sha256(data).digest())
+    shown = [(picture(28, 28, seed=seed), "image/png", 1) for seed in (1, 2, 1)]
+    ids, placed = images.expand(np.full(3, IMAGE_ID, np.int32), shown, IMAGE_ID)
+    transcript = Transcript(episode(PAINTER), Observation(""))
+    span = Span(trajectory_pb2.AUTHOR_ENVIRONMENT, tokens.pack_ids(ids), "", placed)
+
+    transcript.show(Prompt((span,)))
+    transcript.show(Prompt((span,)))
+    transcript.show(Prompt((span,), begins_segment=True))
+
+    assert [bool(part.data) for part in transcript.images] == [True, True, False]
+    assert images.place(transcript.images, 3, {}) == placed
+    assert len(hashed) == 9
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
 """Vision-language models of the Qwen-VL kind: images to embeddings, in the places of their placeholder tokens.
 
-Where an image is comes from the row and never from the ids, since a policy may write the placeholder itself: there it
-is a token like others, to engines as well. Every pass runs the vision tower, over a blank image where it has none: the
-passes of ranks stay alike, and every parameter has a gradient.
+Where an image is comes from the row and never from the ids, since a policy may write the placeholder itself: here it is
+a token like others then. Engines refuse a prompt that shows images and has it elsewhere, which ends the episode. Every
+pass runs the vision tower, over a blank image where it has none: the passes of ranks stay alike, and every parameter
+has a gradient.
 
 Legend: T positions of a micro-batch, R its rows, L positions of the longest, H hidden width, I images, N their patches.
 """
