@@ -259,6 +259,19 @@ def test_a_farm_s_folder_is_refused_and_stays_as_it_is(model_path: Path, prefere
     assert config.read_text() == '[run]\nname = "run"\n'
 
 
+def test_a_record_that_cannot_be_shown_ends_the_command_before_anything_is_written(
+    model_path: Path, tmp_path: Path
+) -> None:
+    records = tmp_path / "records.jsonl"
+    shown, not_shown = ({"prompt": prompt, "chosen": "up", "rejected": "go"} for prompt in ("ice", ""))
+    records.write_text("".join(json.dumps(record) + "\n" for record in (*[shown] * 50, not_shown)))
+
+    refused = start("train", *flags(tmp_path, model_path, records, steps=1))
+
+    assert f"{records}, record 51: nothing comes before the answer" in refusal(refused)
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {".lock"}
+
+
 def test_steps_that_epochs_would_overrule_are_refused(model_path: Path, preferences: Path, tmp_path: Path) -> None:
     arguments = flags(tmp_path, model_path, preferences, steps=60)
 

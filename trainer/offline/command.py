@@ -51,6 +51,7 @@ def start(argv: Sequence[str], *, prog: str) -> int:
     root.model.refuse_outdated()
     # Imported late: torch takes seconds, and a wrong key needs none of it.
     from trainer import ranks
+    from trainer.backends.alone import on_rank_0
 
     if ranks.rank() > 0:
         telemetry.configure_logging("trainer", root.trainer.telemetry)
@@ -58,8 +59,11 @@ def start(argv: Sequence[str], *, prog: str) -> int:
         return 0
     telemetry.start_telemetry("trainer", root.trainer.telemetry, root.trainer.listen)
     with _opened(root):
-        ready = _made_ready(root, root.trainer.offline)
-        return asyncio.run(_lead(root, root.trainer.offline, ready))
+        offline = root.trainer.offline
+        _meet(root)
+        ready = on_rank_0(lambda: _made_ready(root, offline))
+        assert ready is not None
+        return asyncio.run(_lead(root, offline, ready))
 
 
 @contextmanager
@@ -96,34 +100,23 @@ def _meet(root: TrainerRoot) -> None:
 
 
 def _made_ready(root: TrainerRoot, offline: OfflineConfig) -> Ready:
-    """Read everything, while the other ranks wait, and write the configuration down once nothing is wrong with it.
+    """Read everything, and write the configuration down once nothing is wrong with it. Raises ConfigError."""
+    from trainer.checkpoints import Checkpoints
+    from trainer.offline.data import Sieve, load_data
+    from trainer.offline.run import check_same
+    from trainer.texts import Renderer
 
-    Raises ConfigError.
-    """
-    from trainer.backends.alone import on_rank_0
-
-    def make() -> Ready:
-        from trainer.checkpoints import Checkpoints
-        from trainer.offline.data import Sieve, load_data
-        from trainer.offline.run import check_same
-        from trainer.texts import Renderer
-
-        _prepare(root)
-        run = root.run.path
-        checkpoints = Checkpoints(run / "checkpoints", run_id=root.run.name, keep=root.trainer.keep_checkpoints)
-        data = load_data(root, offline)
-        if (found := checkpoints.newest()) is not None:
-            path, state = found
-            check_same(state.learner, data.identity, path)
-        sieve = Sieve(Renderer(root.model.path), offline.max_tokens)
-        sieve.check(data)
-        write_toml(as_used(root), run / CONFIG)
-        return Ready(data, sieve, checkpoints)
-
-    _meet(root)
-    ready = on_rank_0(make)
-    assert ready is not None
-    return ready
+    _prepare(root)
+    run = root.run.path
+    checkpoints = Checkpoints(run / "checkpoints", run_id=root.run.name, keep=root.trainer.keep_checkpoints)
+    data = load_data(root, offline)
+    if (found := checkpoints.newest()) is not None:
+        path, state = found
+        check_same(state.learner, data.identity, path)
+    sieve = Sieve(Renderer(root.model.path), offline.max_tokens)
+    sieve.check(data)
+    write_toml(as_used(root), run / CONFIG)
+    return Ready(data, sieve, checkpoints)
 
 
 def _prepare(root: TrainerRoot) -> None:
