@@ -7,7 +7,6 @@ import pytest
 
 from rollfarm import times
 from rollfarm.errors import EngineFailed, Unsupported
-from rollfarm.ports import free_ports
 from rollfarm.testing import SimulatedEngine
 from rollfarm.v1 import engine_pb2
 from tests.llm_proxy.support import asked, assert_exact, run_proxy, versions
@@ -149,15 +148,19 @@ async def test_one_that_fell_asleep_and_did_not_say_so_is_woken_once_it_is_reach
         await engine.until(lambda: not engine.is_asleep)
 
 
-async def test_one_that_is_not_reached_yet_is_waited_for() -> None:
+async def test_one_that_is_not_reached_yet_is_waited_for_until_it_cannot_be() -> None:
     class Slow(SimulatedEngine):
         async def GetStatus(self, request: engine_pb2.EngineServiceGetStatusRequest, context: Any) -> Any:
             await asyncio.sleep(0.3)
             return await super().GetStatus(request, context)
 
-    engine, gone = Slow(), f"127.0.0.1:{free_ports(1)}"
-    async with engine.serve() as address, run_proxy(address, gone) as proxy:
-        assert await proxy.sleep() == [address]
+    slow, hung = Slow(), SimulatedEngine(is_hung=True)
+    async with (
+        slow.serve() as first,
+        hung.serve() as second,
+        run_proxy(first, second, health_timeout_seconds=1) as proxy,
+    ):
+        assert await proxy.sleep() == [first]
 
 
 async def test_a_trainer_that_wakes_them_after_llm_proxy_restarted_finds_them_awake() -> None:

@@ -64,6 +64,13 @@ class Farm:
                 await self.publish(version)
                 version += 1
 
+    async def until_sent_again(self, engine_id: str) -> None:
+        """Until a version went to the engine alone, since now."""
+        before = len(self.names.sent)
+        assert await self.names.changed.first(
+            lambda: any(ids == {engine_id} for _, ids in self.names.sent[before:]) or None, 15
+        )
+
     async def until_sent(self, version: int, engine_id: str) -> None:
         assert await self.names.changed.first(lambda: (version, {engine_id}) in self.names.sent or None, 15)
 
@@ -116,11 +123,12 @@ async def test_one_that_takes_versions_and_does_not_apply_them_is_left_out_until
 
 async def test_one_that_hangs_does_not_hold_up_another_suspect() -> None:
     hung, failing = (SimulatedEngine(stage_error=WeightsFailed("Out of memory.")) for _ in range(2))
-    async with farm_of(hung, failing, seconds=60) as (farm, _, _):
+    async with farm_of(hung, failing, seconds=60) as (farm, _, (_, other)):
         await farm.publish(1)
         hung.stage_seconds, hung.stage_error = 3600, None
         await hung.until(lambda: hung.is_staging)
 
+        await farm.until_sent_again(other)
         failing.stage_error = None
         await failing.until(lambda: failing.version == 1)
 
@@ -129,26 +137,30 @@ async def test_one_that_hangs_does_not_hold_up_another_suspect() -> None:
 
 async def test_one_that_applies_versions_more_slowly_than_they_are_published_is_trusted_again() -> None:
     good, slow = SimulatedEngine(), SimulatedEngine(stage_error=WeightsFailed("Out of memory."))
-    async with farm_of(good, slow, seconds=10) as (farm, _, _):
+    async with farm_of(good, slow, seconds=10) as (farm, _, both):
         await farm.publish(1)
-        slow.stage_error, slow.apply_seconds = None, 0.3
+        slow.stage_error, slow.apply_seconds = None, 0.5
         await slow.until(lambda: slow.is_applying)
+        await farm.publish(2)
+        await slow.until(lambda: slow.version == 1 and slow.is_applying)
 
-        await farm.publish_until_both(2)
+        await farm.publish(3)
 
-        assert good.version == slow.version >= 3
+        assert farm.names.sent[-1] == (3, set(both))
+        assert good.version == slow.version == 3
 
 
 async def test_nobody_is_brought_up_to_date_before_the_next_version_where_the_trainer_wants_that() -> None:
     good, bad, late = SimulatedEngine(), SimulatedEngine(stage_error=WeightsFailed("Out of memory.")), SimulatedEngine()
     async with farm_of(good, bad, seconds=10) as (farm, proxy, (one, _)), late.serve() as third:
         await farm.publish(1)
+        bad.stage_error, bad.stage_seconds = None, 0.3
+        await bad.until(lambda: bad.is_staging)
         farm.publisher.may_catch_up.clear()
-        bad.stage_error = None
+        before = len(farm.names.sent)
         await proxy.attach(third)
-        given = asyncio.create_task(late.until(lambda: late.version > 0))
-        await asyncio.wait({given}, timeout=1)
-        assert (bad.version, late.version) == (0, 0)
+        await asyncio.wait({asyncio.create_task(bad.until(lambda: bad.version > 0))}, timeout=1)
+        assert (bad.staged, bad.version, len(farm.names.sent)) == (1, 0, before)
 
         await farm.publish(2)
 
