@@ -158,6 +158,19 @@ async def test_what_one_sender_brings_to_one_engine_leaves_what_it_staged_on_ano
         assert list((await proxy.commit(2)).engine_ids) == [listed.engines[1].engine_id]
 
 
+async def test_what_is_meant_for_an_instance_that_is_gone_leaves_what_its_successor_staged() -> None:
+    async with run_proxy() as proxy:
+        async with SimulatedEngine().serve() as address:
+            await proxy.attach(address)
+            gone = (await proxy.serving()).engines[0]
+        async with SimulatedEngine().serve(int(address.rpartition(":")[2])):
+            listed = await proxy.engines_when(lambda listed: listed.engines[0].instance_id != gone.instance_id)
+            assert await proxy.begin(1, *listed.engines, sender_id="trainer") == [""]
+            assert await proxy.begin(1, gone, sender_id="trainer") == ["ENGINE_FAILED"]
+
+            assert list((await proxy.commit(1)).engine_ids) == [address]
+
+
 async def test_an_engine_that_cannot_stage_does_not_hold_up_the_others_and_is_behind_afterwards() -> None:
     good, bad = SimulatedEngine(), SimulatedEngine(stage_error=WeightsMismatch("lm_head has 3 rows."))
     async with good.serve() as first, bad.serve() as second, run_proxy(first, second) as proxy:
