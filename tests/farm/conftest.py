@@ -112,7 +112,9 @@ class Farm:
         return "\n".join(f"--- {log.name}\n{_tail(log)}" for log in logs if log.exists())
 
     def _channel(self, offset: int) -> grpc.Channel:
-        return grpc.insecure_channel(f"127.0.0.1:{self.base_port + offset}")
+        # A service may start long after the first try: the next one must not wait as long.
+        options = [(f"grpc.{name}_reconnect_backoff_ms", 200) for name in ("initial", "min", "max")]
+        return grpc.insecure_channel(f"127.0.0.1:{self.base_port + offset}", options)
 
 
 StartFarm = Callable[..., Farm]

@@ -28,7 +28,7 @@ def sleeping_in_training(farm: Farm) -> bool | None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_it_learns_in_turns_and_goes_on_after_its_trainer_was_killed_in_its_turn(start_farm: StartFarm) -> None:
-    flags = ["--trainer.colocated", "true", "--run.alpha", "0", "--trainer.passes", "15", "--trainer.lr", "2e-3"]
+    flags = ["--trainer.colocated", "true", "--run.alpha", "0", "--trainer.passes", "30", "--trainer.lr", "2e-3"]
     farm = start_farm(EASY, *flags, "--trainer.transport", "ipc", "--trainer.checkpoint_every", "1")
     seen: list[bool] = []
 
