@@ -1,4 +1,5 @@
-"""One run of TRL, in its own Python: MODEL FILE SEED STEPS. Writes a line of JSON at its begin and after each step."""
+"""One run of TRL, in its own Python: MODEL FILE SEED STEPS GENERATION. Writes a line of JSON at its begin and after
+each step."""
 
 import json
 import sys
@@ -11,7 +12,6 @@ from typing import Any
 
 import torch
 from datasets import Dataset  # pyright: ignore[reportMissingTypeStubs]
-from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer  # pyright: ignore[reportMissingImports]
 
@@ -30,7 +30,6 @@ class Episode:
     mask: list[int] = field(default_factory=list[int])
     """1 on tokens that the policy wrote."""
 
-    logprobs: list[float] = field(default_factory=list[float])
     reward: float = 0.0
     done: bool = False
 
@@ -50,12 +49,11 @@ def render(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
     return tokenizer.encode(text, add_special_tokens=False)
 
 
-def advance(tokenizer: Any, episode: Episode, token: int, logprob: float) -> None:
+def advance(tokenizer: Any, episode: Episode, token: int) -> None:
     """The policy wrote a token; the environment answers."""
     word = tokenizer.decode([token])
     episode.completion.append(token)
     episode.mask.append(1)
-    episode.logprobs.append(logprob)
     step = episode.lake.step(word)
     episode.reward += step.reward
     episode.done = step.done
@@ -64,25 +62,34 @@ def advance(tokenizer: Any, episode: Episode, token: int, logprob: float) -> Non
     episode.messages += [{"role": "assistant", "content": word}, {"role": "user", "content": step.text}]
     # Appended, never tokenised again: what the policy wrote may not be what the tokenizer would make of it.
     shown = render(tokenizer, [{"role": "user", "content": step.text}])
-    closing = tokenizer.encode("<end>", add_special_tokens=False)
+    # A turn that the policy ended itself is not ended again, as in the farm.
+    closing = [tokenizer.eos_token_id] if token != tokenizer.eos_token_id else []
     episode.completion += closing + shown
     episode.mask += [0] * len(closing + shown)
-    episode.logprobs += [0.0] * len(closing + shown)
 
 
-def sample(model: Any, episodes: Sequence[Episode]) -> tuple[Tensor, Tensor]:
-    """A token for each, and its log-probability, by one forward pass padded on the right."""
+def by_trl(trainer: Any, episodes: Sequence[Episode]) -> list[int]:
+    """A token for each, by the method that TRL's own loop of turns calls."""
+    completions, _ = trainer._generate_single_turn([each.ids for each in episodes], None, {}, 1)
+    return [ids[0] for ids in completions]
+
+
+def by_one_pass(trainer: Any, episodes: Sequence[Episode]) -> list[int]:
+    """A token for each, by one forward pass padded on the right."""
     longest = max(len(each.ids) for each in episodes)
     ids_RT = torch.tensor([each.ids + [0] * (longest - len(each.ids)) for each in episodes])
     last_R = torch.tensor([len(each.ids) - 1 for each in episodes])
     with torch.no_grad():
-        hidden_RTH = model.base_model(input_ids=ids_RT, use_cache=False).last_hidden_state
-        logp_RV = model.lm_head(hidden_RTH[torch.arange(len(episodes)), last_R]).log_softmax(-1)
-    token_R = torch.multinomial(logp_RV.exp(), 1).squeeze(-1)
-    return token_R, logp_RV.gather(-1, token_R[:, None]).squeeze(-1)
+        hidden_RTH = trainer.model.base_model(input_ids=ids_RT, use_cache=False).last_hidden_state
+        probs_RV = trainer.model.lm_head(hidden_RTH[torch.arange(len(episodes)), last_R]).softmax(-1)
+    return torch.multinomial(probs_RV, 1).squeeze(-1).tolist()
 
 
-def main(model_path: str, file: str, seed: str, steps: str) -> None:
+GENERATIONS = {"trl": by_trl, "one_pass": by_one_pass}
+
+
+def main(model_path: str, file: str, seed: str, steps: str, generation: str) -> None:
+    generate = GENERATIONS[generation]
     config = demo()
     run, training = config["run"], config["trainer"]
     settings = run["domains"][0]["settings"]
@@ -98,12 +105,12 @@ def main(model_path: str, file: str, seed: str, steps: str) -> None:
             tell(begins=True)
         episodes = [begin(tokenizer, int(prompt), settings) for prompt in prompts]
         while playing := [each for each in episodes if not each.done]:
-            for each, token, logprob in zip(playing, *map(Tensor.tolist, sample(trainer.model, playing)), strict=True):
-                advance(tokenizer, each, token, logprob)
+            for each, token in zip(playing, generate(trainer, playing), strict=True):
+                advance(tokenizer, each, token)
         return {
             "prompt_ids": [each.prompt for each in episodes],
             "completion_ids": [each.completion for each in episodes],
-            "logprobs": [each.logprobs for each in episodes],
+            "logprobs": None,
             "env_mask": [each.mask for each in episodes],
             "earned": [each.reward for each in episodes],
         }
@@ -136,6 +143,7 @@ def main(model_path: str, file: str, seed: str, steps: str) -> None:
                 num_generations=run["group_size"],
                 max_steps=int(steps),
                 max_completion_length=512,
+                generation_kwargs={"max_new_tokens": run["sampling"]["max_tokens"]},
                 learning_rate=training["lr"],
                 adam_beta1=0.9,
                 adam_beta2=0.95,

@@ -1,7 +1,7 @@
 """TRL's side: GRPOTrainer on the demo's model, environment, batch and optimiser, in an environment of its own.
 
-Each step's episodes are played in lock-step by one batched forward pass for each turn, which is less work than TRL's
-own generation loop would be.
+Each step's episodes are played in lock-step, a turn of all of them at a time: by the method that TRL's own loop of
+turns calls, or by one forward pass, which is less work.
 """
 
 import contextlib
@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -21,6 +22,10 @@ VERSION = "1.16.0"
 VENV = ROOT / ".tools" / "trl"
 THREADS = 2
 """Of one torch operation: all cores, as the farm has them."""
+
+
+Generation = Literal["trl", "one_pass"]
+"""What makes the tokens of a turn: a name of trl_run.GENERATIONS."""
 
 
 class NotInstalled(Exception):
@@ -40,9 +45,9 @@ def install() -> str:
     return str(VENV / "bin" / "python")
 
 
-def race(folder: Path, python: str, *, seed: int) -> Raced:
+def race(folder: Path, python: str, *, seed: int, generation: Generation) -> Raced:
     """One run. Raises NotReached."""
-    name = f"trl-{seed}"
+    name = f"trl-{generation}-{seed}"
     told = folder / f"{name}.jsonl"
     command = [python, "-m", "load_tests.racing.trl_run", str(folder / f"model-{seed}"), str(told), str(seed)]
     quiet = {"TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1"}
@@ -50,7 +55,7 @@ def race(folder: Path, python: str, *, seed: int) -> Raced:
         began = time.time()
         with contextlib.suppress(subprocess.TimeoutExpired):
             subprocess.run(
-                [*command, str(MAX_STEPS)],
+                [*command, str(MAX_STEPS), generation],
                 cwd=ROOT,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
