@@ -84,8 +84,10 @@ def _pipes(pid: int) -> set[str]:
 
 
 def _shared_maps(pid: int) -> set[str]:
-    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-    return {line.split(maxsplit=5)[5] for line in lines if line.split()[1].startswith("rw-s") and len(line.split()) > 5}
+    """Of files. Anonymous inodes, such as the rings to the kernel of an event loop, have one name in every process."""
+    lines = [line.split(maxsplit=5) for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
+    names = {line[5] for line in lines if line[1].startswith("rw-s") and len(line) > 5}
+    return {name for name in names if not name.startswith("anon_inode:")}
 
 
 def _links(pids: dict[str, list[int]]) -> set[frozenset[str]]:
