@@ -1,7 +1,7 @@
 """A real llm_proxy on a real socket, in the test's own loop."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -103,17 +103,8 @@ class Proxy:
 
     async def begin(self, version: int, *engines: Any, sender_id: str = "") -> list[str]:
         """Stage a version; the reason of each engine's failure, or "" ."""
-        transfers = [
-            llm_proxy_pb2.EngineTransfer(
-                engine_id=engine.engine_id,
-                instance_id=engine.instance_id,
-                group=engine_pb2.WeightGroup(group_name="g"),
-                join=True,
-            )
-            for engine in engines
-        ]
         request = llm_proxy_pb2.BeginWeightUpdateRequest(
-            policy_version=version, transfers=transfers, sender_id=sender_id
+            policy_version=version, transfers=transfers_to(engines), sender_id=sender_id
         )
         answer = await rpc.call(self.stub.BeginWeightUpdate, request, timeout=SECONDS)
         return [result.failure.reason for result in answer.results]
@@ -121,6 +112,19 @@ class Proxy:
     async def commit(self, version: int, **request: Any) -> Any:
         commit = llm_proxy_pb2.CommitWeightUpdateRequest(policy_version=version, **request)
         return await rpc.call(self.stub.CommitWeightUpdate, commit, timeout=SECONDS)
+
+
+def transfers_to(engines: Iterable[Any]) -> list[llm_proxy_pb2.EngineTransfer]:
+    """A way for weights to each, by which nothing comes: simulated engines need no bytes."""
+    return [
+        llm_proxy_pb2.EngineTransfer(
+            engine_id=engine.engine_id,
+            instance_id=engine.instance_id,
+            group=engine_pb2.WeightGroup(group_name="g"),
+            join=True,
+        )
+        for engine in engines
+    ]
 
 
 @asynccontextmanager

@@ -9,8 +9,8 @@ import torch
 from rollfarm.errors import WeightsFailed
 from rollfarm.service import Changed
 from rollfarm.testing import SimulatedEngine
-from rollfarm.v1 import engine_pb2, llm_proxy_pb2
-from tests.llm_proxy.support import Proxy, run_proxy
+from rollfarm.v1 import llm_proxy_pb2
+from tests.llm_proxy.support import Proxy, run_proxy, transfers_to
 from trainer.weights.publisher import Publisher
 from trainer.weights.shared import staged_by
 from trainer.weights.snapshot import Snapshot, take_snapshot
@@ -29,16 +29,9 @@ class Names:
     async def transfer(self, snapshot: Snapshot, engines: Sequence[llm_proxy_pb2.Engine], begin: Begin) -> list[str]:
         self.sent.append((snapshot.policy_version, {engine.engine_id for engine in engines}))
         self.changed.notify()
-        transfers = [
-            llm_proxy_pb2.EngineTransfer(
-                engine_id=engine.engine_id,
-                instance_id=engine.instance_id,
-                group=engine_pb2.WeightGroup(group_name="g"),
-                join=True,
-            )
-            for engine in engines
-        ]
-        request = llm_proxy_pb2.BeginWeightUpdateRequest(policy_version=snapshot.policy_version, transfers=transfers)
+        request = llm_proxy_pb2.BeginWeightUpdateRequest(
+            policy_version=snapshot.policy_version, transfers=transfers_to(engines)
+        )
         return staged_by(await begin(request))
 
 
