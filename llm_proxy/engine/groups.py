@@ -19,8 +19,8 @@ from rollfarm.errors import InvalidArgument, Unsupported, WeightsFailed
 from rollfarm.v1 import engine_pb2
 
 _SENDER = 0
-_UNDER_WAY = 2
-"""Broadcasts begun at a time: one comes while the one before is looked at."""
+_PLACES = 2
+"""On the GPU, which weights come by."""
 
 _GPU = 0
 """Weights come to the first GPU that this process sees, which is the engine's: CUDA_VISIBLE_DEVICES says which."""
@@ -33,6 +33,9 @@ Arrived = Callable[[], None]
 
 
 class _Wire(Protocol):
+    under_way: int
+    """Broadcasts begun at a time: one comes while the one before is looked at."""
+
     def begin(self, buffer: Tensor) -> Arrived:
         """Start to fill host memory from the next broadcast. Raises RuntimeError."""
         ...
@@ -73,7 +76,7 @@ class Group:
         try:
             for buffer in buffers:
                 under_way.append((buffer, self._wire.begin(buffer)))
-                if len(under_way) == _UNDER_WAY:
+                if len(under_way) == self._wire.under_way:
                     yield _arrived(under_way.popleft())
             while under_way:
                 yield _arrived(under_way.popleft())
@@ -111,7 +114,9 @@ class _GlooWire:
     ) -> None:
         options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
         options._timeout = timeout
-        options._devices = [ProcessGroupGloo.create_device(hostname=address)]
+        connections = max(1, group.connection_count)
+        options._devices = [ProcessGroupGloo.create_device(hostname=address) for _ in range(connections)]
+        options._threads = self.under_way = 2 * connections
         self._group: Any = ProcessGroupGloo(store, group.rank, group.world_size, options)
 
     def begin(self, buffer: Tensor) -> Arrived:
@@ -120,6 +125,8 @@ class _GlooWire:
 
 class _NcclWire:
     """Into places on the GPU, and from there into host memory: a version is staged beside the model, not on it."""
+
+    under_way = _PLACES
 
     def __init__(
         self, store: PrefixStore, group: engine_pb2.WeightGroup, address: str, timeout: datetime.timedelta
@@ -131,11 +138,11 @@ class _NcclWire:
         self._device = torch.device("cuda", _GPU)
         with _environment(_WAIT_THEN_RAISE), torch.cuda.device(self._device):
             self._group: Any = ProcessGroupNCCL(store, group.rank, group.world_size, options)
-        self._places = [torch.empty(0, dtype=torch.uint8, device=self._device) for _ in range(_UNDER_WAY)]
+        self._places = [torch.empty(0, dtype=torch.uint8, device=self._device) for _ in range(_PLACES)]
         self._count = 0
 
     def begin(self, buffer: Tensor) -> Arrived:
-        index = self._count % _UNDER_WAY
+        index = self._count % _PLACES
         self._count += 1
         if self._places[index].numel() < buffer.numel():
             self._places[index] = torch.empty(buffer.numel(), dtype=torch.uint8, device=self._device)

@@ -192,6 +192,7 @@ class WeightGroup(_message.Message):
     RANK_FIELD_NUMBER: _builtins.int
     WORLD_SIZE_FIELD_NUMBER: _builtins.int
     BACKEND_FIELD_NUMBER: _builtins.int
+    CONNECTION_COUNT_FIELD_NUMBER: _builtins.int
     group_name: _builtins.str
     """Unique for each meeting."""
     store_address: _builtins.str
@@ -202,6 +203,8 @@ class WeightGroup(_message.Message):
     """Ranks in the group."""
     backend: _builtins.str
     """"gloo" or "nccl", which needs a GPU at both ends. Engines refuse others."""
+    connection_count: _builtins.int
+    """By gloo: connections that broadcasts take turns on. 0 is one."""
     def __init__(
         self,
         *,
@@ -210,10 +213,11 @@ class WeightGroup(_message.Message):
         rank: _builtins.int = ...,
         world_size: _builtins.int = ...,
         backend: _builtins.str = ...,
+        connection_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "group_name", b"group_name", "rank", b"rank", "store_address", b"store_address", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "connection_count", b"connection_count", "group_name", b"group_name", "rank", b"rank", "store_address", b"store_address", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -20,7 +20,7 @@ from rollfarm.errors import FarmError, InvalidArgument, WeightsBaseMismatch, Wei
 from rollfarm.v1 import engine_pb2, engine_pb2_grpc, llm_proxy_pb2
 from tests.engine.kit import SECONDS, Host, Reference, connect, embedded_root, other_weights, prompts, serve
 from tests.engine.process import Process
-from trainer.weights import files
+from trainer.weights import files, groups
 from trainer.weights.groups import Links
 from trainer.weights.memory import arena_for
 from trainer.weights.shared import SharedMemory, shared_weights
@@ -154,6 +154,20 @@ async def test_what_was_spoilt_on_its_way_is_not_served(
     mended = other_weights(embedded.model, 212)
     assert await stager.publish(by, taker.take(mended.items(), policy_version=3)) == ["engine-0"]
     await assert_serves(embedded, mended)
+
+
+@pytest.mark.parametrize("connections", [1, 3])
+async def test_weights_come_by_as_many_connections_as_the_trainer_says(
+    embedded: Host, tmp_path: Path, connections: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(groups, "CONNECTIONS", connections)
+    by, taker, stager = transport("gloo", tmp_path), snapshots("gloo"), Stager(embedded)
+    tensors = other_weights(embedded.model, 213)
+
+    assert await stager.publish(by, taker.take(tensors.items(), policy_version=1)) == ["engine-0"]
+
+    assert [each.group.connection_count for each in stager.begun[-1].transfers] == [connections]
+    await assert_serves(embedded, tensors)
 
 
 @pytest.mark.slow

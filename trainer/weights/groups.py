@@ -25,12 +25,15 @@ from trainer.weights.transport import Begin
 
 log = structlog.get_logger()
 
-UNDER_WAY = 2
-"""Broadcasts begun at a time, so that the other end never waits for this one to begin the next."""
+CONNECTIONS = 2
+"""That gloo's broadcasts take turns on: while one waits for its socket, the other goes on."""
 
 
 class Group(Protocol):
     """This trainer, rank 0, and one engine."""
+
+    under_way: int
+    """Broadcasts begun at a time, so that the other end never waits for this one to begin the next."""
 
     def begin(self, part: Tensor) -> Any:
         """Start a broadcast of host memory, which has to stay as it is until the work that is returned was waited for.
@@ -41,12 +44,15 @@ class Group(Protocol):
 class GlooGroup:
     """From host memory to host memory."""
 
+    under_way = 2 * CONNECTIONS
+
     def __init__(self, store: PrefixStore, host: str, timeout: timedelta) -> None:
         """Block until the engine is there. Raises RuntimeError."""
         options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
         options._timeout = timeout
         # Left to itself, gloo listens where the machine's own name leads: on a stock Debian to 127.0.1.1.
-        options._devices = [ProcessGroupGloo.create_device(hostname=host)]
+        options._devices = [ProcessGroupGloo.create_device(hostname=host) for _ in range(CONNECTIONS)]
+        options._threads = self.under_way
         self._group: Any = ProcessGroupGloo(store, 0, 2, options)
         self._options = BroadcastOptions()
         self._options.rootRank = 0
@@ -78,7 +84,7 @@ class Link:
             self._group = self._meet()
         under_way: deque[Any] = deque()
         for part in snapshot.parts():
-            if len(under_way) == UNDER_WAY:
+            if len(under_way) == self._group.under_way:
                 under_way.popleft().wait()
             under_way.append(self._group.begin(part))
         for work in under_way:
@@ -158,6 +164,7 @@ class Links:
                 rank=1,
                 world_size=2,
                 backend="nccl" if self._gpu else "gloo",
+                connection_count=0 if self._gpu else CONNECTIONS,
             ),
             join=not link.joined,
         )

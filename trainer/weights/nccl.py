@@ -23,6 +23,8 @@ _PLACES = 2
 class NcclGroup:
     """From a GPU of this process to that of the engine host."""
 
+    under_way = _PLACES
+
     def __init__(self, store: PrefixStore, timeout: timedelta, device: torch.device) -> None:
         """Block until the engine is there. Raises RuntimeError.
 
