@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -45,22 +46,35 @@ class Probe:
         return out.transpose(1, 2)
 
 
-@dataclass(slots=True)
-class _Long:
-    """A segment of several tokens."""
+SHORT = 256
+"""Tokens of a segment, with those before it, up to which segments are looked at together."""
 
-    first: int
-    last: int
+_SINGLE, _SHORT, _LONG = range(3)
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    """Some tokens of a sequence, in a pass."""
+
     row: int
     cached: int
     """Tokens of the row that were there before."""
 
-    mask: Tensor | None
-    """[tokens, cached + tokens] added to the scores; None at a sequence's beginning, which is plainly causal."""
+    first: int
+    """Its place in the pass."""
+
+    count: int
+
+
+def kind(start: int, count: int) -> int:
+    """How a segment of `count` tokens after `start` others is looked at: alike ones lie side by side in a pass."""
+    if count == 1:
+        return _SINGLE
+    return _SHORT if start + count <= SHORT else _LONG
 
 
 class Pass:
-    """Where the tokens of one forward pass belong: segments of one token first, then longer ones."""
+    """Where the tokens of one forward pass belong."""
 
     def __init__(
         self,
@@ -69,40 +83,25 @@ class Pass:
         *,
         device: torch.device,
     ) -> None:
-        """`segments`: (row, tokens already there, new tokens)."""
+        """`segments`: (row, tokens already there, new tokens), in the order of their `kind`."""
         self._layers = layers
         context = layers[0].keys_RTKD.shape[1]
-        positions: list[int] = []
-        targets: list[int] = []
-        self._long: list[_Long] = []
-        self._single_count = sum(count == 1 for _, _, count in segments)
+        by_kind: tuple[list[_Segment], ...] = ([], [], [])
+        first = 0
         for row, start, count in segments:
-            first = len(positions)
-            positions.extend(range(start, start + count))
-            targets.extend(range(row * context + start, row * context + start + count))
-            if count > 1:
-                mask = None if start == 0 else _causal(start, count, None, device)
-                self._long.append(_Long(first, first + count, row, start, mask))
-        self.position_ids_1N = torch.tensor([positions], device=device)
-        self._targets_N = torch.tensor(targets, device=device)
-        self._device = device
-        if self._single_count:
-            self._plan_singles([(row, start) for row, start, _ in segments[: self._single_count]])
-
-    def _plan_singles(self, singles: Sequence[tuple[int, int]]) -> None:
-        """Look at one stretch of rows where they lie close together, which copies nothing; gather them otherwise."""
-        rows = [row for row, _ in singles]
-        low, high = min(rows), max(rows) + 1
-        self._span = (low, high) if high - low <= 2 * len(rows) else None
-        self._rows_B = torch.tensor(rows, device=self._device)
-        self._length = max(start for _, start in singles) + 1
-        ends = torch.zeros(high - low if self._span else len(rows), dtype=torch.long, device=self._device)
-        places = self._rows_B - low if self._span else torch.arange(len(rows), device=self._device)
-        ends[places] = torch.tensor([start + 1 for _, start in singles], device=self._device)
-        self._places_B = places
-        self._dense = self._span is not None and rows == list(range(low, high))
-        self._ends = ends.clamp_(min=1)
-        self._masks: dict[int | None, Tensor] = {}
+            by_kind[kind(start, count)].append(_Segment(row, start, first, count))
+            first += count
+        rows, starts, counts = np.array(segments).T
+        ends = np.cumsum(counts)
+        positions = np.arange(first) + np.repeat(starts - (ends - counts), counts)
+        self.position_ids_1N = torch.from_numpy(positions)[None].to(device)
+        self._targets_N = torch.from_numpy(positions + np.repeat(rows * context, counts)).to(device)
+        singles, shorts, longs = by_kind
+        self._shares: list[_Singles | _Shorts | _Long] = [_Long(segment, device) for segment in longs]
+        if shorts:
+            self._shares.insert(0, _Shorts(shorts, device))
+        if singles:
+            self._shares.insert(0, _Singles(singles, device))
 
     def attend(
         self,
@@ -118,33 +117,31 @@ class Pass:
         layer.keys_RTKD.flatten(0, 1).index_copy_(0, self._targets_N, key_1KND[0].transpose(0, 1))
         layer.values_RTKD.flatten(0, 1).index_copy_(0, self._targets_N, value_1KND[0].transpose(0, 1))
         query_HND = query_1HND[0]
-        outs: list[Tensor] = []
-        if self._single_count:
-            outs.append(self._attend_singles(layer, query_HND[:, : self._single_count], scaling, window))
-        for long in self._long:
-            outs.append(self._attend_long(layer, long, query_HND[:, long.first : long.last], scaling, window))
+        outs = [share.attend(layer, query_HND[:, share.first : share.last], scaling, window) for share in self._shares]
         return torch.cat(outs, dim=0)[None] if len(outs) > 1 else outs[0][None]
 
-    def _attend_long(
-        self, layer: Layer, long: _Long, query_HND: Tensor, scaling: float | None, window: int | None
-    ) -> Tensor:
-        count = long.last - long.first
-        end = long.cached + count
-        mask = long.mask
-        if window is not None and window < end:
-            mask = _causal(long.cached, count, window, self._device)
-        out_1HND = F.scaled_dot_product_attention(
-            query_HND[None],
-            layer.keys_RTKD[long.row : long.row + 1, :end].transpose(1, 2),
-            layer.values_RTKD[long.row : long.row + 1, :end].transpose(1, 2),
-            attn_mask=None if mask is None else mask.to(query_HND.dtype),
-            is_causal=mask is None,
-            scale=scaling,
-            enable_gqa=True,
-        )
-        return out_1HND[0].transpose(0, 1)
 
-    def _attend_singles(self, layer: Layer, query_HBD: Tensor, scaling: float | None, window: int | None) -> Tensor:
+class _Singles:
+    """Segments of one token. They look at one stretch of rows where these lie close together, which copies nothing, and
+    at gathered ones otherwise."""
+
+    def __init__(self, segments: Sequence[_Segment], device: torch.device) -> None:
+        self.first, self.last = segments[0].first, segments[-1].first + 1
+        rows = [segment.row for segment in segments]
+        low, high = min(rows), max(rows) + 1
+        self._device = device
+        self._span = (low, high) if high - low <= 2 * len(rows) else None
+        self._rows_B = torch.tensor(rows, device=device)
+        self._length = max(segment.cached for segment in segments) + 1
+        ends = torch.zeros(high - low if self._span else len(rows), dtype=torch.long, device=device)
+        places = self._rows_B - low if self._span else torch.arange(len(rows), device=device)
+        ends[places] = torch.tensor([segment.cached + 1 for segment in segments], device=device)
+        self._places_B = places
+        self._dense = self._span is not None and rows == list(range(low, high))
+        self._ends = ends.clamp_(min=1)
+        self._masks: dict[int | None, Tensor] = {}
+
+    def attend(self, layer: Layer, query_HBD: Tensor, scaling: float | None, window: int | None) -> Tensor:
         """Heads that share a key become queries of one head: no key is repeated."""
         heads, count, width = query_HBD.shape
         key_heads = layer.keys_RTKD.shape[2]
@@ -162,32 +159,98 @@ class Pass:
             query,
             keys.transpose(1, 2),
             values.transpose(1, 2),
-            attn_mask=self._single_mask(window, query.dtype),
+            attn_mask=self._mask(window, query.dtype),
             scale=scaling,
         )
         if self._span is not None and not self._dense:
             out = out.index_select(0, self._places_B)
         return out.reshape(count, heads, -1)
 
-    def _single_mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+    def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
         if window not in self._masks:
             at = torch.arange(self._length, device=self._device)
-            hidden = at >= self._ends[:, None]
-            if window is not None:
-                hidden |= at < self._ends[:, None] - window
-            mask = torch.zeros(hidden.shape, dtype=dtype, device=self._device).masked_fill_(hidden, -torch.inf)
-            self._masks[window] = mask[:, None, None, :]
+            self._masks[window] = _mask(at, self._ends[:, None] - 1, window, dtype)[:, None, None, :]
         return self._masks[window]
 
 
-def _causal(cached: int, count: int, window: int | None, device: torch.device) -> Tensor:
-    """[count, cached + count]: 0 where a token may look, minus infinity elsewhere."""
-    at = torch.arange(cached + count, device=device)
-    own = at[cached:, None]
+class _Shorts:
+    """Segments of several tokens with few before them: padded to the longest, for a call for each costs more.
+
+    Shapes: C tokens of the longest segment, E tokens of the longest row.
+    """
+
+    def __init__(self, segments: Sequence[_Segment], device: torch.device) -> None:
+        self.first, self.last = segments[0].first, segments[-1].first + segments[-1].count
+        self._device = device
+        self._width = max(segment.count for segment in segments)
+        self._length = max(segment.cached + segment.count for segment in segments)
+        rows_B, cached_B, counts_B = np.array([(each.row, each.cached, each.count) for each in segments]).T
+        begins_B = np.cumsum(counts_B) - counts_B
+        self._rows_B = torch.from_numpy(rows_B).to(device)
+        self._cached_B = torch.from_numpy(cached_B).to(device)
+        tokens_BC = begins_B[:, None] + np.minimum(np.arange(self._width), counts_B[:, None] - 1)
+        self._tokens = torch.from_numpy(tokens_BC.ravel()).to(device)
+        """[B * C] the token at each place; where there is none, the segment's last one."""
+        shifts_B = np.arange(len(segments)) * self._width - begins_B
+        self._places_N = torch.from_numpy(np.arange(self.last - self.first) + np.repeat(shifts_B, counts_B)).to(device)
+        self._masks: dict[int | None, Tensor] = {}
+
+    def attend(self, layer: Layer, query_HND: Tensor, scaling: float | None, window: int | None) -> Tensor:
+        heads, _, width = query_HND.shape
+        query_BHCD = query_HND.index_select(1, self._tokens).view(heads, -1, self._width, width).transpose(0, 1)
+        out_BHCD = F.scaled_dot_product_attention(
+            query_BHCD,
+            layer.keys_RTKD[:, : self._length].index_select(0, self._rows_B).transpose(1, 2),
+            layer.values_RTKD[:, : self._length].index_select(0, self._rows_B).transpose(1, 2),
+            attn_mask=self._mask(window, query_HND.dtype),
+            scale=scaling,
+            enable_gqa=True,
+        )
+        return out_BHCD.transpose(1, 2).flatten(0, 1).index_select(0, self._places_N)
+
+    def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        if window not in self._masks:
+            at_E = torch.arange(self._length, device=self._device)
+            own_BC = self._cached_B[:, None] + torch.arange(self._width, device=self._device)
+            self._masks[window] = _mask(at_E, own_BC[:, :, None], window, dtype)[:, None]
+        return self._masks[window]
+
+
+class _Long:
+    """A segment of several tokens with many before them."""
+
+    def __init__(self, segment: _Segment, device: torch.device) -> None:
+        self.first, self.last = segment.first, segment.first + segment.count
+        self._row, self._cached, self._end = segment.row, segment.cached, segment.cached + segment.count
+        self._device = device
+        self._masks: dict[int | None, Tensor] = {}
+
+    def attend(self, layer: Layer, query_HND: Tensor, scaling: float | None, window: int | None) -> Tensor:
+        is_plain = not self._cached and (window is None or window >= self._end)
+        out_1HND = F.scaled_dot_product_attention(
+            query_HND[None],
+            layer.keys_RTKD[self._row : self._row + 1, : self._end].transpose(1, 2),
+            layer.values_RTKD[self._row : self._row + 1, : self._end].transpose(1, 2),
+            attn_mask=None if is_plain else self._mask(window, query_HND.dtype),
+            is_causal=is_plain,
+            scale=scaling,
+            enable_gqa=True,
+        )
+        return out_1HND[0].transpose(0, 1)
+
+    def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        if window not in self._masks:
+            at = torch.arange(self._end, device=self._device)
+            self._masks[window] = _mask(at, at[self._cached :, None], window, dtype)
+        return self._masks[window]
+
+
+def _mask(at: Tensor, own: Tensor, window: int | None, dtype: torch.dtype) -> Tensor:
+    """0 where a token at place `own` may look at place `at`, minus infinity elsewhere."""
     hidden = at > own
     if window is not None:
         hidden |= at <= own - window
-    return torch.zeros(hidden.shape, device=device).masked_fill_(hidden, -torch.inf)
+    return torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, -torch.inf)
 
 
 def _attend(

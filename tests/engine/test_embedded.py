@@ -24,7 +24,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from llm_proxy.engine import adapters
+from llm_proxy.engine import adapters, attention
 from llm_proxy.engine.attention import NAME
 from llm_proxy.engine.batching import Batching
 from llm_proxy.engine.requests import Request
@@ -70,13 +70,13 @@ MODELS = {
 Output = tuple[list[int], list[float]]
 
 
-def generate(runner: Runner, asked: list[list[int]], count: int, *, step_tokens: int) -> list[Output]:
-    """Every prompt's output and its log-probabilities; prompts come one step after the other."""
+def generate(runner: Runner, asked: list[list[int]], count: int, *, step_tokens: int, at_once: int = 1) -> list[Output]:
+    """Every prompt's output and its log-probabilities; `at_once` prompts come with each step."""
     batching = Batching(slot_count=8, row_count=runner.row_count, step_tokens=step_tokens)
     outputs: dict[str, Output] = {str(i): ([], []) for i in range(len(asked))}
     waiting = [Request(str(i), np.array(p, dtype=np.int32), count) for i, p in enumerate(asked)]
     while waiting or batching.has_work():
-        if waiting:
+        for _ in waiting[:at_once]:
             batching.add(waiting.pop(0))
         segments = batching.next_step()
         sampling = [s.sequence for s in segments if s.samples]
@@ -98,6 +98,25 @@ def test_logprobs_agree_for_other_architectures_and_prompts_in_pieces(architectu
     asked = prompts(10, shortest=2, longest=40)
 
     outputs = generate(runner, asked, 12, step_tokens=17)
+
+    reference = Reference(tmp_path)
+    for prompt, (ids, logprobs) in zip(asked, outputs, strict=True):
+        np.testing.assert_allclose(logprobs, reference.chosen(prompt, ids), atol=1e-4)
+
+
+@pytest.mark.parametrize("architecture", MODELS)
+@pytest.mark.parametrize("short", [0, 20, 256])
+def test_logprobs_agree_whether_prompts_are_looked_at_together_or_alone(
+    architecture: str, short: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    monkeypatch.setattr(attention, "SHORT", short)
+    MODELS[architecture]().save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=NAME).eval()
+    runner = Runner(model, slots=8, context_tokens=0, kv_cache_bytes=10**7)
+    asked = prompts(12, shortest=2, longest=40)
+
+    outputs = generate(runner, asked, 6, step_tokens=90, at_once=4)
 
     reference = Reference(tmp_path)
     for prompt, (ids, logprobs) in zip(asked, outputs, strict=True):
