@@ -18,17 +18,22 @@ def measured(trajectories: Trajectories, rows_of_each: RowsOfEach) -> dict[str, 
     """Every measure of a batch by name. Nothing of no trajectories."""
     if not trajectories:
         return {}
+    whole = _measures(trajectories, rows_of_each)
     return {
-        **_measures(trajectories, rows_of_each),
-        **_by("domain", trajectories, rows_of_each, lambda each: each.task.domain),
-        **_by("environment", trajectories, rows_of_each, lambda each: each.task.environment),
+        **whole,
+        **_by("domain", trajectories, rows_of_each, whole, lambda each: each.task.domain),
+        **_by("environment", trajectories, rows_of_each, whole, lambda each: each.task.environment),
     }
 
 
 def _by(
-    kind: str, trajectories: Trajectories, rows_of_each: RowsOfEach, part_of: Callable[[trajectory_pb2.Trajectory], str]
+    kind: str,
+    trajectories: Trajectories,
+    rows_of_each: RowsOfEach,
+    whole: dict[str, float],
+    part_of: Callable[[trajectory_pb2.Trajectory], str],
 ) -> dict[str, float]:
-    """The measures of each part, under its name."""
+    """The measures of each part, under its name; `whole` are those of all."""
     found: dict[str, float] = {}
     for name in sorted({part_of(each) for each in trajectories} - {""}):
         inside = [index for index, each in enumerate(trajectories) if part_of(each) == name]
@@ -36,7 +41,7 @@ def _by(
         measures = {
             "reward": fmean(each.reward for each in part),
             "episodes": float(len(part)),
-            **_measures(part, [rows_of_each[index] for index in inside]),
+            **(whole if len(part) == len(trajectories) else _measures(part, [rows_of_each[index] for index in inside])),
         }
         found |= {f"{kind}/{name}/{key}": value for key, value in measures.items()}
     return found

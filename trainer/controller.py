@@ -237,9 +237,10 @@ class Controller:
         began = time.monotonic()
         await self._turns.take(self._move, discard_weights=True)
         self._progress.enter(trainer_pb2.PHASE_TRAINING)
-        outcome = await self.compute(self._learner.learn, batch, leased.groups)
+        learning = self.compute(self._learner.learn, batch, leased.groups)
+        outcome, counted = await asyncio.gather(learning, self._buffer.measures())
         samples = await self.compute(self._learner.table, batch.step, leased.groups)
-        outcome.metrics.update(await self._buffer.measures())
+        outcome.metrics.update(counted)
         trained = time.monotonic()
         self._step, self._last_batch_id = batch.step + 1, batch.batch_id
 

@@ -9,6 +9,7 @@ Legend: T positions of a row, P those of them that the policy wrote.
 import io
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import compress
 from typing import Literal, get_args
 
 import numpy as np
@@ -19,7 +20,7 @@ from torch import Tensor
 from rollfarm import images
 from rollfarm.errors import InvalidTrajectory
 from rollfarm.images import PlacedImage
-from rollfarm.tokens import token_count, unpack_ids, unpack_logprobs, versions_of
+from rollfarm.tokens import token_count, unpack_ids, unpack_logprobs
 from rollfarm.v1 import trajectory_pb2
 
 Column = Literal[
@@ -117,36 +118,39 @@ def _segments(trajectory: trajectory_pb2.Trajectory) -> list[list[trajectory_pb2
 
 def _row(trajectory: trajectory_pb2.Trajectory, turns: Sequence[trajectory_pb2.Turn], known: dict[bytes, bytes]) -> Row:
     """`known` holds the images of the turns before by their SHA-256, and gets those of these."""
-    ids = [unpack_ids(turn.token_ids) for turn in turns]
-    masks: list[NDArray[np.bool_]] = []
-    logprobs: list[NDArray[np.float32]] = []
+    ids = [turn.token_ids for turn in turns]
+    by_policy = [_by_policy(turn) for turn in turns]
+    logprobs: list[bytes] = []
     versions: list[int] = []
-    for turn, ids_T in zip(turns, ids, strict=True):
-        by_policy = _by_policy(turn)
-        masks.append(np.full(len(ids_T), by_policy))
-        if not by_policy:
-            continue
-        logprobs.append(unpack_logprobs(turn.logprobs))
-        versions_T = versions_of(turn.version_spans)
-        if not len(ids_T) == len(logprobs[-1]) == len(versions_T):
-            raise InvalidTrajectory(
-                f"A turn of trajectory {trajectory.trajectory_id} has {len(ids_T)} tokens, {len(logprobs[-1])} "
-                f"log-probabilities and {len(versions_T)} versions.",
-                trajectory_id=trajectory.trajectory_id,
-            )
-        versions.extend(int(version) for version in versions_T)
+    for turn in compress(turns, by_policy):
+        _check_whole(trajectory, turn)
+        logprobs.append(turn.logprobs)
+        versions += [span.policy_version for span in turn.version_spans if span.token_count]
     return Row(
-        np.concatenate(ids),
-        np.concatenate(masks),
-        np.concatenate([np.zeros(0, np.float32), *logprobs]),
+        unpack_ids(b"".join(ids)),
+        np.repeat(by_policy, list(map(token_count, ids))),
+        unpack_logprobs(b"".join(logprobs)),
         oldest_version=min(versions, default=trajectory.oldest_policy_version),
         images=_images(trajectory, turns, known),
     )
 
 
+def _check_whole(trajectory: trajectory_pb2.Trajectory, turn: trajectory_pb2.Turn) -> None:
+    """Raise InvalidTrajectory unless each token has a log-probability and a version."""
+    versions = sum(span.token_count for span in turn.version_spans)
+    if not len(turn.token_ids) == len(turn.logprobs) == 4 * versions:
+        raise InvalidTrajectory(
+            f"A turn of trajectory {trajectory.trajectory_id} has {token_count(turn.token_ids)} tokens, "
+            f"{token_count(turn.logprobs)} log-probabilities and {versions} versions.",
+            trajectory_id=trajectory.trajectory_id,
+        )
+
+
 def _images(
     trajectory: trajectory_pb2.Trajectory, turns: Sequence[trajectory_pb2.Turn], known: dict[bytes, bytes]
 ) -> list[PlacedImage]:
+    if not any(turn.images for turn in turns):
+        return []
     placed: list[PlacedImage] = []
     at = 0
     for turn in turns:

@@ -42,7 +42,7 @@ def refused(groups: Sequence[sample_buffer_pb2.Group]) -> dict[str, str]:
         if not group.trajectories:
             found[group.group_id] = "it has no trajectories"
         for trajectory in group.trajectories:
-            if any(not np.isfinite(unpack_logprobs(turn.logprobs)).all() for turn in trajectory.turns):
+            if not np.isfinite(unpack_logprobs(b"".join(turn.logprobs for turn in trajectory.turns))).all():
                 found[group.group_id] = f"a log-probability of trajectory {trajectory.trajectory_id} is not finite"
     return found
 
@@ -51,16 +51,14 @@ def check_vocabulary(groups: Sequence[sample_buffer_pb2.Group], vocabulary: int)
     """Raise ConfigError for a token that the trainer's model does not know."""
     for group in groups:
         for trajectory in group.trajectories:
-            for turn in trajectory.turns:
-                ids_T = unpack_ids(turn.token_ids)
-                unknown = ids_T[(ids_T < 0) | (ids_T >= vocabulary)]
-                if len(unknown):
-                    raise ConfigError(
-                        f"model.path: trajectory {trajectory.trajectory_id} of group {group.group_id} has token "
-                        f"{unknown[0]}. The vocabulary of its engine has at least {ids_T.max() + 1} tokens, the "
-                        f"trainer's {vocabulary}. Give engines, env_managers and trainer the same model; the batch is "
-                        "kept."
-                    )
+            ids_T = unpack_ids(b"".join(turn.token_ids for turn in trajectory.turns))
+            unknown = ids_T[(ids_T < 0) | (ids_T >= vocabulary)]
+            if len(unknown):
+                raise ConfigError(
+                    f"model.path: trajectory {trajectory.trajectory_id} of group {group.group_id} has token "
+                    f"{unknown[0]}. The vocabulary of its engine has at least {ids_T.max() + 1} tokens, the "
+                    f"trainer's {vocabulary}. Give engines, env_managers and trainer the same model; the batch is kept."
+                )
 
 
 def check_images(groups: Sequence[sample_buffer_pb2.Group], path: str) -> None:

@@ -208,7 +208,7 @@ def test_a_token_of_another_vocabulary_is_an_error_that_names_both_sizes(model_p
     groups[0].trajectories[1].turns[2].token_ids = pack_ids([3, token])
     before = weights(learner)
 
-    with pytest.raises(ConfigError, match=rf"group a has token {token}.* at least {max(3, token) + 1} .* trainer's 18"):
+    with pytest.raises(ConfigError, match=rf"group a has token {token}.* at least {max(9, token) + 1} .* trainer's 18"):
         learner.learn(BATCH, groups)
 
     assert stand_still(before, learner)

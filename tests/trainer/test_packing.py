@@ -148,6 +148,20 @@ def test_gradients_of_packed_rows_are_those_of_padded_ones(name: str) -> None:
         assert torch.allclose(gradient, padded[each], atol=1e-5 * max(1.0, float(padded[each].abs().max()))), each
 
 
+def test_the_last_layer_works_where_a_token_is_predicted_and_the_others_everywhere() -> None:
+    model, batch = model_of(CONFIGS["llama"]()), batch_of(some_rows())
+    pack(model)
+    seen: list[int] = []
+    for name, module in model.named_modules():
+        if name.endswith(("q_proj", "down_proj")):
+            module.register_forward_hook(lambda module, given, made: seen.append(len(given[0][0])))
+
+    TokenLogprobs(model)(batch, 1.0)
+
+    assert 0 < len(batch.at_P) < len(batch.ids_T) == 47
+    assert seen == [47, 47, 47, len(batch.at_P)]
+
+
 def test_a_critic_sees_packed_rows_alike() -> None:
     model, batch = TokenValues(model_of(CONFIGS["qwen3"]())), batch_of(some_rows())
     with torch.no_grad():

@@ -8,7 +8,6 @@ Legend: 1 the batch dimension, T positions of all rows, L of one row, N rows of 
 """
 
 import inspect
-from collections.abc import Iterator
 from itertools import groupby
 from typing import Any, cast
 
@@ -19,6 +18,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+
+from trainer.backends.last_layer import spare
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -47,6 +48,7 @@ def pack(model: PreTrainedModel) -> bool:
     # A vision tower's attention is not causal, and cuts its own images apart.
     has_tower = hasattr(model.config, "vision_config")
     model.set_attn_implementation({"text_config": NAME, "vision_config": "sdpa"} if has_tower else NAME)
+    spare(model)
     return True
 
 
@@ -141,12 +143,13 @@ def _row_by_row(
     scaling: float | None,
 ) -> Tensor:
     """One call for each run of rows that are equally long: micro-batches have such rows side by side."""
+    runs = [(length, len(list(run))) for length, run in groupby(cu_seq_lens_q.diff().tolist())]
+    sizes = [length * count for length, count in runs]
+    # Cut all at once: the gradient of a piece that is cut out by itself is as large as the whole.
+    parts = zip(*(each.squeeze(0).split(sizes, dim=1) for each in (query_1ATD, key_1ATD, value_1ATD)), strict=True)
     outs_TAD: list[Tensor] = []
-    for start, length, count in _runs(cu_seq_lens_q.diff().tolist()):
-        query_NALD, key_NALD, value_NALD = (
-            each[0, :, start : start + count * length].unflatten(1, (count, length)).transpose(0, 1)
-            for each in (query_1ATD, key_1ATD, value_1ATD)
-        )
+    for (length, count), part in zip(runs, parts, strict=True):
+        query_NALD, key_NALD, value_NALD = (each.unflatten(1, (count, length)).transpose(0, 1) for each in part)
         band = None if window is None or length <= window else _band(length, window, query_NALD.device)
         out_NALD = F.scaled_dot_product_attention(
             query_NALD,
@@ -160,15 +163,6 @@ def _row_by_row(
         )
         outs_TAD.append(out_NALD.transpose(1, 2).flatten(0, 1))
     return torch.cat(outs_TAD)[None]
-
-
-def _runs(lengths: list[int]) -> Iterator[tuple[int, int, int]]:
-    """(Where it starts, length, how many) of each run of equal lengths."""
-    start = 0
-    for length, run in groupby(lengths):
-        count = len(list(run))
-        yield start, length, count
-        start += count * length
 
 
 def _band(length: int, window: int, device: torch.device) -> Tensor:

@@ -13,6 +13,7 @@ from transformers.utils import logging
 
 from rollfarm import images
 from rollfarm.config import ConfigError
+from trainer.backends.last_layer import ASKED
 from trainer.backends.logprobs import token_logprobs
 from trainer.backends.packed_attention import is_packed, lengths_for, pack
 from trainer.backends.vision import decoder_inputs, decoder_of, eyes_of
@@ -132,15 +133,15 @@ def hidden_before(model: PreTrainedModel, batch: MicroBatch) -> Tensor:
     """[P, H], where each token in the mask is predicted: one position before it, which is in the same row. Raises
     ConfigError where the policy saw images, and the model takes none."""
     packed, eyes = is_packed(model), eyes_of(model)
-    lengths = lengths_for(batch.lengths_R, batch.longest) if packed else {}
+    told = {**lengths_for(batch.lengths_R, batch.longest), ASKED: batch.at_P - 1} if packed else {}
     if eyes is not None:
         inputs = decoder_inputs(model, eyes, batch, packed=packed)
-        hidden = decoder_of(model)(**inputs, use_cache=False, **lengths).last_hidden_state
+        hidden = decoder_of(model)(**inputs, use_cache=False, **told).last_hidden_state
     elif batch.images:
         raise ConfigError(f"model.path: the policy saw images, and {type(model).__name__} takes none. Choose another.")
     elif packed:
         ids, places = batch.ids_T[None], batch.position_T[None]
-        hidden = model.base_model(input_ids=ids, position_ids=places, use_cache=False, **lengths).last_hidden_state
+        hidden = model.base_model(input_ids=ids, position_ids=places, use_cache=False, **told).last_hidden_state
     else:
         # Rows are padded on the right, so causal attention needs no mask.
         hidden = model.base_model(input_ids=batch.ids_RT, use_cache=False).last_hidden_state
