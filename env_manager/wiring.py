@@ -13,13 +13,14 @@ from env_manager.generator import Generator
 from env_manager.hosts import Hosts
 from env_manager.processes import Processes
 from env_manager.rendering import Renderer
+from env_manager.scores import Scores
 from env_manager.server import EnvManagerServicer, sandbox_level
 from env_manager.servers import Servers
 from env_manager.slots import Slots
 from env_manager.standings import Standings
 from env_manager.worker import Worker
 from env_manager.worlds import Worlds
-from rollfarm import rpc, sandbox
+from rollfarm import rpc, sandbox, telemetry
 from rollfarm.v1 import (
     environment_pb2,
     llm_proxy_pb2,
@@ -113,8 +114,8 @@ async def open_worker(config: EnvManagerConfig, renderer: Renderer, context_toke
         )
         loop = TurnLoop(renderer, generate, _limits(config, context_tokens))
         agents = agents_of(config.agents, proxy)
-        score = _scorer(rewards, config.score_seconds)
-        player = Player(worlds, loop.converse, score, worker_id=worker_id, agents=agents)
+        scores = Scores(rewards, seconds=config.score_seconds)
+        player = Player(worlds, loop.converse, _scorer(scores), worker_id=worker_id, agents=agents)
         standings = Standings(config)
         worker = Worker(
             buffer,
@@ -142,7 +143,7 @@ async def open_worker(config: EnvManagerConfig, renderer: Renderer, context_toke
             await playing.stop()
             hosts.release("env_manager stops.")
 
-        yield Wired(servicer, [generator.run, servers.run, processes.run, playing.run], drain)
+        yield Wired(servicer, [generator.run, scores.run, servers.run, processes.run, playing.run], drain)
 
 
 def _limits(config: EnvManagerConfig, context_tokens: int) -> Limits:
@@ -154,7 +155,7 @@ def _limits(config: EnvManagerConfig, context_tokens: int) -> Limits:
     )
 
 
-def _scorer(rewards: reward_gateway_pb2_grpc.RewardGatewayServiceStub, seconds: float) -> Score:
+def _scorer(scores: Scores) -> Score:
     """Asks reward_gateway. An episode of a validation has no siblings to be compared with."""
 
     async def score(
@@ -165,7 +166,8 @@ def _scorer(rewards: reward_gateway_pb2_grpc.RewardGatewayServiceStub, seconds: 
             group_id=leased.group_id,
             member=leased.member,
             group_size=0 if leased.validation_id else leased.group_size,
+            trace_id=telemetry.trace_id.get(),
         )
-        return await rpc.call(rewards.Score, request, timeout=seconds)
+        return await scores.ask(request)
 
     return score

@@ -26,7 +26,7 @@ def main() -> None:
     config = load_or_exit(RewardGatewayRoot, sys.argv[1:], prog=PROG).reward_gateway
     shares = plan(config)
     start_telemetry("reward_gateway", config.telemetry, config.listen)
-    service.run(lambda: serve(config, shares), port_flag="--reward_gateway.listen.port")
+    service.run(lambda: serve(config, shares), port_flag="--reward_gateway.listen.port", quick=True)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """RewardGatewayService: hands each episode to its domain, and tells how the domains fare."""
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import prometheus_client
@@ -8,6 +9,9 @@ from grpc import aio
 
 from reward_gateway.domains import Domain
 from reward_gateway.scoring import Plan, shares_of
+from rollfarm import telemetry
+from rollfarm.error_wire import to_failure
+from rollfarm.errors import FarmError
 from rollfarm.times import duration
 from rollfarm.v1 import reward_gateway_pb2, reward_gateway_pb2_grpc, trajectory_pb2
 
@@ -35,6 +39,29 @@ class RewardGatewayServicer(reward_gateway_pb2_grpc.RewardGatewayServiceServicer
         reward_gateway_pb2_grpc.add_RewardGatewayServiceServicer_to_server(self, server)
 
     async def Score(self, request: reward_gateway_pb2.ScoreRequest, context: Any) -> reward_gateway_pb2.ScoreResponse:
+        return await self._score(request)
+
+    async def ScoreMany(
+        self, request: reward_gateway_pb2.ScoreManyRequest, context: Any
+    ) -> AsyncIterator[reward_gateway_pb2.ScoreManyResponse]:
+        scoring = {asyncio.create_task(self._result(index, each)) for index, each in enumerate(request.requests)}
+        try:
+            while scoring:
+                done, scoring = await asyncio.wait(scoring, return_when=asyncio.FIRST_COMPLETED)
+                yield reward_gateway_pb2.ScoreManyResponse(results=[each.result() for each in done])
+        finally:
+            for each in scoring:
+                each.cancel()
+
+    async def _result(self, index: int, request: reward_gateway_pb2.ScoreRequest) -> reward_gateway_pb2.ScoreResult:
+        if request.trace_id:
+            telemetry.trace_id.set(request.trace_id)
+        try:
+            return reward_gateway_pb2.ScoreResult(index=index, scored=await self._score(request))
+        except FarmError as error:
+            return reward_gateway_pb2.ScoreResult(index=index, failure=to_failure(error))
+
+    async def _score(self, request: reward_gateway_pb2.ScoreRequest) -> reward_gateway_pb2.ScoreResponse:
         name = request.episode.task.domain
         shares_of(self._plan, name)
         with SECONDS.labels(name).time():

@@ -94,12 +94,15 @@ class ScoreRequest(_message.Message):
     GROUP_ID_FIELD_NUMBER: _builtins.int
     MEMBER_FIELD_NUMBER: _builtins.int
     GROUP_SIZE_FIELD_NUMBER: _builtins.int
+    TRACE_ID_FIELD_NUMBER: _builtins.int
     group_id: _builtins.str
     """Siblings share it; empty where there are none."""
     member: _builtins.int
     """Position in the group, from 0."""
     group_size: _builtins.int
     """Members that are compared with each other."""
+    trace_id: _builtins.str
+    """The trace that it belongs to, 32 hexadecimal digits: episodes of many traces share a call. Empty is the call's."""
     @_builtins.property
     def episode(self) -> Global___ScoredEpisode:
         """The episode."""
@@ -111,10 +114,11 @@ class ScoreRequest(_message.Message):
         group_id: _builtins.str = ...,
         member: _builtins.int = ...,
         group_size: _builtins.int = ...,
+        trace_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["episode", b"episode"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["episode", b"episode", "group_id", b"group_id", "group_size", b"group_size", "member", b"member"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["episode", b"episode", "group_id", b"group_id", "group_size", b"group_size", "member", b"member", "trace_id", b"trace_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -147,6 +151,90 @@ class ScoreResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ScoreResponse: _TypeAlias = ScoreResponse  # noqa: Y015
+
+@_typing.final
+class ScoreManyRequest(_message.Message):
+    """Asks for many scores."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScoreRequest]:
+        """At least one."""
+
+    def __init__(
+        self,
+        *,
+        requests: _abc.Iterable[Global___ScoreRequest] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScoreManyRequest: _TypeAlias = ScoreManyRequest  # noqa: Y015
+
+@_typing.final
+class ScoreManyResponse(_message.Message):
+    """Some of the scores, in any order."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESULTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScoreResult]:
+        """At least one."""
+
+    def __init__(
+        self,
+        *,
+        results: _abc.Iterable[Global___ScoreResult] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["results", b"results"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScoreManyResponse: _TypeAlias = ScoreManyResponse  # noqa: Y015
+
+@_typing.final
+class ScoreResult(_message.Message):
+    """What became of one of many."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    SCORED_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """Position of its request, from 0."""
+    @_builtins.property
+    def scored(self) -> Global___ScoreResponse:
+        """It was scored."""
+
+    @_builtins.property
+    def failure(self) -> _trajectory_pb2.Failure:
+        """It was not."""
+
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        scored: Global___ScoreResponse | None = ...,
+        failure: _trajectory_pb2.Failure | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "result", b"result", "scored", b"scored"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "index", b"index", "result", b"result", "scored", b"scored"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["scored", "failure"]  # noqa: Y015
+    _WhichOneofArgType_result: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_result) -> _WhichOneofReturnType_result | None: ...
+
+Global___ScoreResult: _TypeAlias = ScoreResult  # noqa: Y015
 
 @_typing.final
 class RewardServiceScoreRequest(_message.Message):

@@ -40,6 +40,11 @@ class RewardGatewayServiceStub(object):
                 request_serializer=rollfarm_dot_v1_dot_reward__gateway__pb2.ScoreRequest.SerializeToString,
                 response_deserializer=rollfarm_dot_v1_dot_reward__gateway__pb2.ScoreResponse.FromString,
                 _registered_method=True)
+        self.ScoreMany = channel.unary_stream(
+                '/rollfarm.v1.RewardGatewayService/ScoreMany',
+                request_serializer=rollfarm_dot_v1_dot_reward__gateway__pb2.ScoreManyRequest.SerializeToString,
+                response_deserializer=rollfarm_dot_v1_dot_reward__gateway__pb2.ScoreManyResponse.FromString,
+                _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/rollfarm.v1.RewardGatewayService/GetStatus',
                 request_serializer=rollfarm_dot_v1_dot_reward__gateway__pb2.RewardGatewayServiceGetStatusRequest.SerializeToString,
@@ -64,6 +69,13 @@ class RewardGatewayServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ScoreMany(self, request, context):
+        """The same for many episodes, each answered as soon as it is scored. What is wrong with one is in its result.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStatus(self, request, context):
         """Which domains are scored, and how well.
         """
@@ -78,6 +90,11 @@ def add_RewardGatewayServiceServicer_to_server(servicer, server):
                     servicer.Score,
                     request_deserializer=rollfarm_dot_v1_dot_reward__gateway__pb2.ScoreRequest.FromString,
                     response_serializer=rollfarm_dot_v1_dot_reward__gateway__pb2.ScoreResponse.SerializeToString,
+            ),
+            'ScoreMany': grpc.unary_stream_rpc_method_handler(
+                    servicer.ScoreMany,
+                    request_deserializer=rollfarm_dot_v1_dot_reward__gateway__pb2.ScoreManyRequest.FromString,
+                    response_serializer=rollfarm_dot_v1_dot_reward__gateway__pb2.ScoreManyResponse.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
@@ -113,6 +130,33 @@ class RewardGatewayService(object):
             '/rollfarm.v1.RewardGatewayService/Score',
             rollfarm_dot_v1_dot_reward__gateway__pb2.ScoreRequest.SerializeToString,
             rollfarm_dot_v1_dot_reward__gateway__pb2.ScoreResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ScoreMany(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/rollfarm.v1.RewardGatewayService/ScoreMany',
+            rollfarm_dot_v1_dot_reward__gateway__pb2.ScoreManyRequest.SerializeToString,
+            rollfarm_dot_v1_dot_reward__gateway__pb2.ScoreManyResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -258,6 +258,18 @@ class FakeRewards(reward_gateway_pb2_grpc.RewardGatewayServiceServicer):
         part = trajectory_pb2.RewardPart(name="environment", value=total, weight=1.0)
         return reward_gateway_pb2.ScoreResponse(reward=total, parts=[part])
 
+    async def ScoreMany(
+        self, request: reward_gateway_pb2.ScoreManyRequest, context: Any
+    ) -> AsyncIterator[reward_gateway_pb2.ScoreManyResponse]:
+        async def result(index: int, each: reward_gateway_pb2.ScoreRequest) -> reward_gateway_pb2.ScoreResult:
+            try:
+                return reward_gateway_pb2.ScoreResult(index=index, scored=await self.Score(each, context))
+            except FarmError as error:
+                return reward_gateway_pb2.ScoreResult(index=index, failure=to_failure(error))
+
+        for first in asyncio.as_completed([result(*each) for each in enumerate(request.requests)]):
+            yield reward_gateway_pb2.ScoreManyResponse(results=[await first])
+
 
 def episode(
     environment: str = "frozen_lake",

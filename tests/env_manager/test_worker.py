@@ -153,7 +153,7 @@ async def test_an_episode_is_one_trace_in_every_service_that_it_calls():
 
     asked = {request.generation.session_id: request.generation.trace_id for request in proxy.requests}
     assert len(set(asked.values()) - {""}) == 2
-    assert set(traces.of["Score"]) == set(asked.values())
+    assert {request.trace_id for request in rewards.requests} == set(asked.values())
     assert not set(asked.values()) & set(traces.of["LeaseEpisodes"])
 
 

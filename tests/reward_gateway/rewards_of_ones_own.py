@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 
 from reward_gateway.worker import HEAD, OK
+from rollfarm import telemetry
 from rollfarm.reward import Episode, Score, TryAgain, compares, pure
 
 
@@ -17,6 +18,10 @@ def length(episode: Episode, *, most: int = 10) -> Score:
 async def patient(episode: Episode, *, seconds: float = 0.0) -> float:
     await asyncio.sleep(seconds)
     return 1.0
+
+
+async def traced(episode: Episode) -> Score:
+    return Score(0.0, telemetry.trace_id.get())
 
 
 def hangs(episode: Episode) -> float:

@@ -1,7 +1,7 @@
 """Episodes and gateways for reward_gateway's tests."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -58,6 +58,17 @@ class Asked:
         return await rpc.call(
             self.stub.Score, reward_gateway_pb2.ScoreRequest(episode=episode, **more), timeout=timeout
         )
+
+    async def many(
+        self, *episodes: Any, trace_ids: Sequence[str] = ()
+    ) -> AsyncIterator[reward_gateway_pb2.ScoreManyResponse]:
+        requests = [
+            reward_gateway_pb2.ScoreRequest(episode=episode, trace_id=trace_id)
+            for episode, trace_id in zip(episodes, trace_ids or [""] * len(episodes), strict=True)
+        ]
+        request = reward_gateway_pb2.ScoreManyRequest(requests=requests)
+        async for answer in rpc.stream(self.stub.ScoreMany, request, timeout=30):
+            yield answer
 
     async def status(self) -> reward_gateway_pb2.RewardGatewayServiceGetStatusResponse:
         request = reward_gateway_pb2.RewardGatewayServiceGetStatusRequest()

@@ -27,6 +27,40 @@ async def test_a_domains_rewards_are_asked_and_added_up():
     assert [part.name for part in response.parts] == ["environment", "exact"]
 
 
+async def test_many_are_answered_one_by_one_and_a_failure_is_of_its_own_episode():
+    slow = {"name": f"{OWN}:patient", "settings": {"seconds": 0.3}}
+    both = config({"name": "exact"})
+    domains = {**both.domains, "slow": config(slow).domains["d"]}
+    episodes = [episode("a", domain="slow"), episode("b"), episode("c", reference="c"), episode("d", domain="other")]
+    async with scoring(both.model_copy(update={"domains": domains})) as score:
+        answers = [answer async for answer in score.many(*episodes)]
+
+    first, last = {each.index: each for each in answers[0].results}, answers[-1].results
+    assert (sorted(first), [each.index for each in last]) == ([1, 2, 3], [0])
+    assert (first[2].scored.reward, last[0].scored.reward) == (1.0, 1.0)
+    assert (first[1].failure.reason, first[3].failure.reason) == ("REWARD_FAILED", "UNKNOWN_DOMAIN")
+
+
+async def test_each_of_many_goes_on_with_its_own_trace():
+    async with scoring(config({"name": f"{OWN}:traced"})) as score:
+        (answer,) = [answer async for answer in score.many(episode("a"), episode("b"), trace_ids=("1" * 32, "2" * 32))]
+
+    found = {result.index: result.scored.parts[0].detail for result in answer.results}
+    assert found == {0: "1" * 32, 1: "2" * 32}
+
+
+async def test_a_caller_of_many_that_hangs_up_leaves_no_score_running():
+    async with scoring(config({"name": f"{OWN}:patient", "settings": {"seconds": 60}})) as score:
+
+        async def ask() -> None:
+            await anext(score.many(episode("a"), episode("b")))
+
+        asking = asyncio.create_task(ask())
+        await score.until(lambda domain: domain.running_count == 2)
+        asking.cancel()
+        await score.until(lambda domain: domain.running_count == 0)
+
+
 async def test_an_unknown_domain_is_refused_with_the_known_ones():
     async with scoring(config({"name": "exact"})) as score:
         with pytest.raises(UnknownDomain, match="Known: d"):
