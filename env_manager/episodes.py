@@ -18,7 +18,7 @@ from env_manager.transcript import Played, Transcript, seed_of
 from env_manager.worlds import World, Worlds
 from rollfarm import foreign, telemetry, tokens
 from rollfarm.errors import EnvironmentFailed, FarmError
-from rollfarm.v1 import engine_pb2, llm_proxy_pb2, reward_gateway_pb2, sample_buffer_pb2, trajectory_pb2
+from rollfarm.v1 import llm_proxy_pb2, reward_gateway_pb2, sample_buffer_pb2, trajectory_pb2
 
 log = structlog.get_logger()
 
@@ -59,9 +59,6 @@ class Limits:
 
     episode_seconds: float = 3600.0
     """Longest time."""
-
-    turn_seconds: float = 300.0
-    """Longest time of one generation, waiting included. A slower one aborts the episode."""
 
 
 class Player:
@@ -174,12 +171,9 @@ class TurnLoop:
     ) -> llm_proxy_pb2.GenerationResult:
         """What the policy writes next."""
         try:
-            async with asyncio.timeout(self._limits.turn_seconds):
-                result = await self._generate(self._request(lease, transcript))
-        except FarmError as error:
+            result = await self._generate(self._request(lease, transcript))
+        except (FarmError, TimeoutError) as error:
             raise EpisodeFailed(ABORTED, str(error)) from error
-        except TimeoutError:
-            raise EpisodeFailed(ABORTED, f"No generation in {self._limits.turn_seconds:g} s.") from None
         count = tokens.token_count(result.token_ids)
         if result.finish_reason not in (trajectory_pb2.FINISH_REASON_STOP, trajectory_pb2.FINISH_REASON_LENGTH):
             raise EpisodeFailed(ABORTED, f"The generation was aborted after {count} tokens.")
@@ -193,20 +187,16 @@ class TurnLoop:
         self, lease: sample_buffer_pb2.EpisodeLease, transcript: Transcript
     ) -> llm_proxy_pb2.ProxiedGeneration:
         episode = lease.episode
-        sampling = trajectory_pb2.Sampling()
+        request = llm_proxy_pb2.ProxiedGeneration(min_version=episode.policy_version, priority=episode.policy_version)
+        generation = request.generation  # filled in place: a message that is handed over is copied, images and all
+        generation.request_id = f"{lease.lease_id}/{transcript.action_count}"
+        generation.prompt_token_ids = transcript.prompt
+        generation.session_id = lease.lease_id
+        generation.trace_id = telemetry.trace_id.get()
+        generation.images.extend(transcript.images)
+        sampling = generation.sampling
         sampling.CopyFrom(episode.sampling)
         sampling.max_tokens = min(sampling.max_tokens, self._limits.context_tokens - transcript.token_count)
         sampling.stop_token_ids.extend(self._renderer.stop_token_ids)
         sampling.seed = seed_of(episode, transcript.action_count)
-        return llm_proxy_pb2.ProxiedGeneration(
-            generation=engine_pb2.Generation(
-                request_id=f"{lease.lease_id}/{transcript.action_count}",
-                prompt_token_ids=transcript.prompt,
-                sampling=sampling,
-                session_id=lease.lease_id,
-                trace_id=telemetry.trace_id.get(),
-                images=transcript.images,
-            ),
-            min_version=episode.policy_version,
-            priority=episode.policy_version,
-        )
+        return request

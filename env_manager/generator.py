@@ -46,16 +46,20 @@ OPEN = prometheus_client.Gauge(
 class _Open:
     generation: llm_proxy_pb2.ProxiedGeneration
     result: asyncio.Future[llm_proxy_pb2.GenerationResult]
+    end: float
+    """When the loop's clock says that it is waited for no longer."""
 
 
 class Generator:
     """Asks llm_proxy for tokens while `run` runs."""
 
-    def __init__(self, stub: Any) -> None:
-        """`stub` is an LlmProxyServiceStub on an aio channel."""
+    def __init__(self, stub: Any, *, seconds: float) -> None:
+        """`stub` is an LlmProxyServiceStub on an aio channel; a generation may take `seconds`, waiting included."""
         self._stub = stub
+        self._seconds = seconds
         self._call: Any = None
         self._open: dict[str, _Open] = {}
+        """In the order in which they were asked for, and so will be late."""
         self._unsent: list[llm_proxy_pb2.ProxiedGeneration] = []
         self._unwanted: list[str] = []
         self._sendable = asyncio.Event()
@@ -64,10 +68,11 @@ class Generator:
         OPEN.set_function(lambda: len(self._open))
 
     async def generate(self, generation: llm_proxy_pb2.ProxiedGeneration) -> llm_proxy_pb2.GenerationResult:
-        """The finished generation. Cancelling the caller cancels it. Raises the FarmError that llm_proxy answered."""
-        request_id = generation.generation.request_id
-        result: asyncio.Future[llm_proxy_pb2.GenerationResult] = asyncio.get_running_loop().create_future()
-        self._open[request_id] = _Open(generation, result)
+        """The finished generation. Cancelling the caller cancels it. Raises the FarmError that llm_proxy answered, and
+        TimeoutError."""
+        request_id, loop = generation.generation.request_id, asyncio.get_running_loop()
+        result: asyncio.Future[llm_proxy_pb2.GenerationResult] = loop.create_future()
+        self._open[request_id] = _Open(generation, result, loop.time() + self._seconds)
         self._unsent.append(generation)
         self._sendable.set()
         try:
@@ -85,6 +90,7 @@ class Generator:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._send())
             group.create_task(self._cancel())
+            group.create_task(self._expire())
             while True:
                 cause = await self._stream()
                 log.warning("stream to llm_proxy broke", open=len(self._open), cause=cause)
@@ -129,6 +135,18 @@ class Generator:
             with contextlib.suppress(aio.AioRpcError, asyncio.InvalidStateError):
                 for portion in rpc.portions(wanted):
                     await call.write(llm_proxy_pb2.GenerateManyRequest(generations=portion))
+
+    async def _expire(self) -> None:
+        """Give up what is late. One timer serves all: none that is asked for while it sleeps can be late before."""
+        loop = asyncio.get_running_loop()
+        while True:
+            first = next(iter(self._open.values()), None)
+            await asyncio.sleep(first.end - loop.time() if first else self._seconds)
+            for each in self._open.values():
+                if each.end > loop.time():
+                    break
+                if not each.result.done():
+                    each.result.set_exception(TimeoutError(f"No generation in {self._seconds:g} s."))
 
     async def _cancel(self) -> None:
         """Tell llm_proxy what nobody waits for any more."""

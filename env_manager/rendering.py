@@ -116,7 +116,7 @@ class Renderer:
         self.eyes = eyes
         self.stop_token_ids = self.chat.stop_token_ids
         self._encoded = functools.lru_cache(REMEMBERED)(self._encode)
-        self._decoded = functools.lru_cache(REMEMBERED)(self._decode)
+        self._heard = functools.lru_cache(REMEMBERED)(self._hear)
 
     def begin(self, shown: Observation) -> "Conversation":
         """One episode's conversation. Raises EnvironmentFailed where the template cannot hold it."""
@@ -147,9 +147,9 @@ class Renderer:
         except images.BadImage as problem:
             raise EnvironmentFailed(f"The environment shows what is no image to take: {problem}.") from None
 
-    def decode(self, token_ids: bytes) -> str:
-        """The words, special tokens left out."""
-        return (self._decoded if len(token_ids) <= SHORT else self._decode)(token_ids)
+    def hear(self, written: bytes) -> tuple[str, Message | None]:
+        """What the policy wrote, special tokens left out; and the message that it is, where that is words alone."""
+        return (self._heard if len(written) <= SHORT else self._hear)(written)
 
     def system_text(self, system: Message, tools: Sequence[Tool], whole: str) -> str:
         """The part of `whole` that is instructions; empty where the template does not keep them apart."""
@@ -162,8 +162,11 @@ class Renderer:
     def _encode(self, text: str) -> bytes:
         return tokens.pack_ids(self.chat.encode(text))
 
-    def _decode(self, token_ids: bytes) -> str:
-        return self.chat.tokenizer.decode(tokens.unpack_ids(token_ids).tolist(), skip_special_tokens=True)
+    def _hear(self, written: bytes) -> tuple[str, Message | None]:
+        ids = tokens.unpack_ids(written).tolist()
+        text: str = self.chat.tokenizer.decode(ids, skip_special_tokens=True)
+        said = self.reading.decode(ids)
+        return text, Message(ASSISTANT, said) if self.reading.format.is_words(said) else None
 
     @functools.cached_property
     def _tools_problem(self) -> str:
@@ -294,11 +297,10 @@ class Conversation:
 
     def _read(self, written: bytes) -> tuple[str, Message, str]:
         """The text, the message that it is, and what was wrong with its tool calls."""
-        text, reading = self._renderer.decode(written), self._renderer.reading
-        said = reading.decode(tokens.unpack_ids(written).tolist())
-        if reading.format.is_words(said):
-            return text, Message(ASSISTANT, said), ""
-        reader = Reader(reading, self._tools)
+        text, words_alone = self._renderer.hear(written)
+        if words_alone is not None:
+            return text, words_alone, ""
+        reader = Reader(self._renderer.reading, self._tools)
         reader.feed(written)
         reader.finish()
         calls = [replace(call, call_id=self._next_call_id()) for call in reader.message.calls]

@@ -98,7 +98,7 @@ async def open_worker(config: EnvManagerConfig, renderer: Renderer, context_toke
             queue_share=config.queue_share,
             now=asyncio.get_running_loop().time,
         )
-        generator = Generator(proxy)
+        generator = Generator(proxy, seconds=config.turn_seconds)
 
         async def generate(generation: llm_proxy_pb2.ProxiedGeneration) -> llm_proxy_pb2.GenerationResult:
             result = await generator.generate(generation)
@@ -151,7 +151,6 @@ def _limits(config: EnvManagerConfig, context_tokens: int) -> Limits:
         context_tokens=context_tokens,
         turns=config.max_turns,
         episode_seconds=config.episode_seconds,
-        turn_seconds=config.turn_seconds,
     )
 
 

@@ -3,10 +3,9 @@
 Whatever an environment does wrong becomes a FarmError that says which one and how; nothing else is disturbed.
 """
 
-import asyncio
-from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import structlog
 
@@ -16,7 +15,7 @@ from env_manager.hosts import Host, Hosts
 from env_manager.processes import Processes
 from env_manager.remote import RemoteWorld
 from rollfarm.config import ConfigError
-from rollfarm.env import Action, Environment, Kind, Observation, Step, name_of
+from rollfarm.env import Action, Environment, Kind, Observation, Step
 from rollfarm.env_server import unknown_environment
 from rollfarm.errors import EnvironmentFailed, FarmError, UnknownEnvironment
 from rollfarm.playing import Play, read_settings
@@ -24,8 +23,6 @@ from rollfarm.reward import Turn
 from rollfarm.v1 import trajectory_pb2
 
 log = structlog.get_logger()
-
-T = TypeVar("T")
 
 
 class World(Protocol):
@@ -149,34 +146,24 @@ def find_kind(built_in: Mapping[str, Kind], name: str) -> Kind | None:
 class LocalWorld:
     """An environment in this process."""
 
-    __slots__ = ("_kind", "_play", "_seconds", "_task", "environment_id")
+    __slots__ = ("_play", "_seconds", "_task", "environment_id")
 
     def __init__(
         self, kind: Kind, task: trajectory_pb2.Task, seconds: float, environment_id: str, most_chars: int = 0
     ) -> None:
         self.environment_id = environment_id
-        self._kind = kind
         self._task = task
         self._seconds = seconds
-        self._play = Play(kind, read_settings(kind, task.settings_json), most_chars=most_chars)
+        self._play = Play(kind, read_settings(kind, task.settings_json), most_chars=most_chars, seconds=seconds)
 
     async def reset(self) -> Observation:
-        return await self._timed("reset", self._play.reset(self._task.seed, self._task.index))
+        return await self._play.reset(self._task.seed, self._task.index)
 
     async def step(self, action: Action) -> Step:
-        return await self._timed("step", self._play.step(action))
+        return await self._play.step(action)
 
     async def score(self, turns: Sequence[Turn], answer: str) -> Step:
-        return await self._timed("score", self._play.score(turns, answer))
+        return await self._play.score(turns, answer)
 
     async def close(self) -> None:
         await self._play.close(self._seconds)
-
-    async def _timed(self, call: str, answer: Awaitable[T]) -> T:
-        try:
-            async with asyncio.timeout(self._seconds):
-                return await answer
-        except TimeoutError:
-            name = name_of(self._kind)
-            problem = f"Environment {name}: {call} gave no answer in {self._seconds:g} s."
-            raise EnvironmentFailed(problem, environment=name) from None

@@ -40,19 +40,23 @@ def read_settings(kind: Kind, settings_json: str) -> dict[str, Any]:
 class Play:
     """One environment being played. Whatever it raises becomes EnvironmentFailed with the cause."""
 
-    def __init__(self, kind: Kind, settings: Mapping[str, Any], *, most_chars: int = 0) -> None:
-        """`most_chars` bounds what the environment shows at once; 0 does not."""
+    def __init__(
+        self, kind: Kind, settings: Mapping[str, Any], *, most_chars: int = 0, seconds: float | None = None
+    ) -> None:
+        """`most_chars` bounds what the environment shows at once, 0 does not; `seconds` how long it may take to answer,
+        None does not."""
         self._kind = kind
         self._name = name_of(kind)
         self._settings = settings
         self._most_chars = most_chars
+        self._seconds = seconds
         self._environment: Environment | None = None
         self._is_closed = False
         self._thread = None if kind.runs == "loop" else _Thread(self._name)
 
     async def reset(self, seed: int, index: int) -> Observation:
         begin = self._begin_async if inspect.iscoroutinefunction(self._kind.reset) else self._begin
-        returned = await self._call("reset", begin, seed, index)
+        returned = await self._call("reset", begin, seed, index, seconds=self._seconds)
         return read_observation(self._name, returned, self._most_chars)
 
     async def step(self, action: Action) -> Step:
@@ -94,7 +98,8 @@ class Play:
         return self._environment
 
     async def _judge(self, what: str, method: Callable[..., Any], *args: Any) -> Step:
-        return read_step(self._name, await self._call(what, method, *args), self._most_chars, what=what)
+        returned = await self._call(what, method, *args, seconds=self._seconds)
+        return read_step(self._name, returned, self._most_chars, what=what)
 
     def _begin(self, seed: int, index: int) -> Any:
         self._environment = self._kind(**self._settings)
@@ -104,13 +109,12 @@ class Play:
         """One whose reset is async is made on the loop: it may never need a thread."""
         return await self._begin(seed, index)
 
-    async def _call(self, what: str, method: Callable[..., Any], *args: Any) -> Any:
+    async def _call(self, what: str, method: Callable[..., Any], *args: Any, seconds: float | None = None) -> Any:
         try:
-            if self._thread is None or inspect.iscoroutinefunction(method):
-                answer = method(*args)
-            else:
-                answer = await self._thread.call(method, *args)
-            return await answer if inspect.isawaitable(answer) else answer
+            if self._thread is not None and not inspect.iscoroutinefunction(method):
+                return await self._in_time(what, self._in_thread(self._thread, method, *args), seconds)
+            answer = method(*args)
+            return await self._in_time(what, answer, seconds) if inspect.isawaitable(answer) else answer
         except FarmError:  # it says itself what is wrong
             raise
         # Whatever an author's code raises is that episode's failure, and no one else's.
@@ -121,6 +125,22 @@ class Play:
             raise EnvironmentFailed(
                 f"Environment {self._name}: {what} raised {foreign.cause(error)}.", environment=self._name
             ) from error
+
+    async def _in_thread(self, thread: "_Thread", method: Callable[..., Any], *args: Any) -> Any:
+        answer = await thread.call(method, *args)
+        return await answer if inspect.isawaitable(answer) else answer
+
+    async def _in_time(self, what: str, answer: Awaitable[Any], seconds: float | None) -> Any:
+        """Only what is waited for can be late: what returns at once needs no timer."""
+        patience = asyncio.timeout(seconds)
+        try:
+            async with patience:
+                return await answer
+        except TimeoutError:
+            if not patience.expired():
+                raise
+            problem = f"Environment {self._name}: {what} gave no answer in {seconds:g} s."
+            raise EnvironmentFailed(problem, environment=self._name) from None
 
 
 def read_observation(environment: str, returned: object, most_chars: int = 0) -> Observation:

@@ -230,6 +230,33 @@ class Hanging(Environment):
         raise ValueError("nothing to judge")
 
 
+class Dreaming(Environment):
+    """On the loop, it waits for what never comes; or says that its own patience is over."""
+
+    runs = "loop"
+
+    def reset(self, seed: int, index: int) -> Observation:
+        return Observation("go")
+
+    async def step(self, action: Action) -> Step:
+        if action == "impatient":
+            raise TimeoutError("no dream came")
+        await asyncio.Event().wait()
+        return Step(done=True)
+
+
+@pytest.mark.parametrize(
+    ("said", "cause"),
+    [("on", "step gave no answer in 0.1 s."), ("impatient", "step raised TimeoutError: no dream came.")],
+)
+async def test_what_is_awaited_on_the_loop_is_not_awaited_for_ever(said: str, cause: str):
+    task = trajectory_pb2.Task(environment=f"{__name__}:Dreaming")
+    async with worlds_of(Hosts(), environment_seconds=0.1).open("dream", task) as world:
+        await world.reset()
+        with pytest.raises(EnvironmentFailed, match=cause):
+            await world.step(Action(said))
+
+
 async def test_a_call_that_hangs_fails_alone_and_costs_no_more_than_its_thread():
     hosts, before = Hosts(), threading.active_count()
     Hanging.let_go.clear()

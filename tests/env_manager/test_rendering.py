@@ -100,7 +100,7 @@ def test_a_generation_stops_at_the_tokenizers_end_and_at_the_templates():
 def test_the_policys_words_are_decoded_without_special_tokens():
     mine = tokenizer()
 
-    assert Renderer(mine).decode(tokens.pack_ids(mine.encode("left <end>"))) == "left"
+    assert Renderer(mine).hear(tokens.pack_ids(mine.encode("left <end>")))[0] == "left"
 
 
 async def test_template_variables_reach_the_template():

@@ -196,7 +196,7 @@ async def test_a_generation_that_nobody_waits_for_is_cancelled_and_its_late_answ
     proxy = FakeProxy(silent)
     asked = llm_proxy_pb2.ProxiedGeneration(generation=engine_pb2.Generation(request_id="r"))
     async with serving(proxy.register) as address, rpc.channel(address) as channel:
-        generator = Generator(llm_proxy_pb2_grpc.LlmProxyServiceStub(channel))
+        generator = Generator(llm_proxy_pb2_grpc.LlmProxyServiceStub(channel), seconds=60)
         running = asyncio.create_task(generator.run())
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(generator.generate(asked), 0.2)
@@ -207,6 +207,29 @@ async def test_a_generation_that_nobody_waits_for_is_cancelled_and_its_late_answ
         await asyncio.wait([running])
 
     assert answer.request_id == "r"
+
+
+async def test_a_generation_that_does_not_come_in_time_is_cancelled_and_each_has_its_own_time():
+    proxy = FakeProxy(silent)
+
+    def ask(request_id: str) -> llm_proxy_pb2.ProxiedGeneration:
+        return llm_proxy_pb2.ProxiedGeneration(generation=engine_pb2.Generation(request_id=request_id))
+
+    async with serving(proxy.register) as address, rpc.channel(address) as channel:
+        generator = Generator(llm_proxy_pb2_grpc.LlmProxyServiceStub(channel), seconds=0.2)
+        running = asyncio.create_task(generator.run())
+        with pytest.raises(TimeoutError, match=r"No generation in 0\.2 s\."):
+            await generator.generate(ask("late"))
+        proxy.policy = left
+        answer = await generator.generate(ask("timely"))
+        proxy.policy = silent
+        with pytest.raises(TimeoutError):
+            await generator.generate(ask("late again"))
+        await proxy.until(lambda: proxy.cancelled == ["late", "late again"])
+        running.cancel()
+        await asyncio.wait([running])
+
+    assert answer.request_id == "timely"
 
 
 async def test_prompts_that_fit_no_single_message_are_asked_again_when_the_proxy_is_back():
@@ -220,7 +243,7 @@ async def test_prompts_that_fit_no_single_message_are_asked_again_when_the_proxy
     serving_first = serving(first.register)
     address = await serving_first.__aenter__()
     async with rpc.channel(address) as channel:
-        generator = Generator(llm_proxy_pb2_grpc.LlmProxyServiceStub(channel))
+        generator = Generator(llm_proxy_pb2_grpc.LlmProxyServiceStub(channel), seconds=60)
         running = asyncio.create_task(generator.run())
         answers = [asyncio.create_task(generator.generate(generation)) for generation in asked]
         await first.until(lambda: len(first.requests) == len(asked))
