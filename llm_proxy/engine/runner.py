@@ -22,6 +22,7 @@ from llm_proxy.engine.sampling import sample
 from llm_proxy.engine.stepping import Sampled
 from rollfarm.checkpoint_names import CheckpointNames
 from rollfarm.config import ConfigError
+from rollfarm.last_layer import ASKED, spare
 from rollfarm.run import ModelConfig
 
 log = structlog.get_logger()
@@ -63,6 +64,7 @@ class Runner:
         self.device: torch.device = model.device
         self.context_tokens = _context(model.config, context_tokens)
         self._shapes = _probe(model)
+        spare(model)
         row_bytes = self.context_tokens * sum(
             (keys[0] * keys[1] + values[0] * values[1]) * dtype.itemsize for keys, values, dtype in self._shapes
         )
@@ -123,6 +125,7 @@ class Runner:
             use_cache=False,
             logits_to_keep=last,
             slots=slots,
+            **{ASKED: last},
         )
         if not wanted:
             return Sampled([], [], [])

@@ -123,6 +123,20 @@ def test_logprobs_agree_whether_prompts_are_looked_at_together_or_alone(
         np.testing.assert_allclose(logprobs, reference.chosen(prompt, ids), atol=1e-4)
 
 
+def test_the_last_layer_works_where_a_token_is_sampled_and_the_others_everywhere(tmp_path: Path) -> None:
+    MODELS["llama"]().save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=NAME).eval()
+    runner = Runner(model, slots=8, context_tokens=0, kv_cache_bytes=10**7)
+    seen: list[int] = []
+    for name, module in model.named_modules():
+        if name.endswith("down_proj"):
+            module.register_forward_hook(lambda module, given, made: seen.append(len(given[0][0])))
+
+    generate(runner, [[3, 5, 7, 9], [2, 4, 6]], 2, step_tokens=90, at_once=2)
+
+    assert seen == [7, 7, 7, 2] + [2, 2, 2, 2]
+
+
 def test_a_model_without_a_cache_of_keys_is_refused_with_a_remedy() -> None:
     from transformers import MambaConfig, MambaForCausalLM
 

@@ -19,7 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from trainer.backends.last_layer import spare
+from rollfarm.last_layer import spare
 
 try:
     from torch.nn.attention.varlen import varlen_attn

@@ -13,7 +13,7 @@ from transformers.utils import logging
 
 from rollfarm import images
 from rollfarm.config import ConfigError
-from trainer.backends.last_layer import ASKED
+from rollfarm.last_layer import ASKED
 from trainer.backends.logprobs import token_logprobs
 from trainer.backends.packed_attention import is_packed, lengths_for, pack
 from trainer.backends.vision import decoder_inputs, decoder_of, eyes_of

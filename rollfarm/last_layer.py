@@ -1,4 +1,4 @@
-"""Of the last layer only what predicts a token is read: after its attention, it works there alone.
+"""Of the last layer only what predicts a token is read, so it works there alone, once its attention has looked around.
 
 Which positions these are, its attention is told by an argument that a model hands on to it as it does the lengths of
 rows. So it passes activation checkpointing, sharding and adapters, and every call says it anew.
