@@ -14,6 +14,8 @@ from rollfarm.v1 import trajectory_pb2
 _NO_ID = 2**31
 """The first number that is no token id in any vocabulary."""
 
+_UNSIGNED = np.dtype("<u4")
+
 _FINITE = sys.float_info.max
 _RANGES = (("max_tokens", 1, _FINITE), ("temperature", 0, _FINITE), ("top_p", 0, 1), ("top_k", 0, _FINITE))
 """What is least and most allowed, whatever the model. What is not a number is in no range."""
@@ -29,8 +31,9 @@ def check_prompt(prompt: Ids, *, context_tokens: int, vocabulary_size: int) -> N
             prompt_token_count=len(prompt),
             context_token_count=context_tokens,
         )
-    # One pass for both ends: read as unsigned, an id below 0 is greater than any vocabulary.
-    if prompt.view(np.uint32).max() >= (vocabulary_size or _NO_ID):
+    # One pass for both ends: read as unsigned, an id below 0 is greater than any vocabulary. `max` begins in Python.
+    unsigned = prompt.view(_UNSIGNED)
+    if unsigned.item(unsigned.argmax()) >= (vocabulary_size or _NO_ID):
         wrong = int(prompt.min() if prompt.min() < 0 else prompt.max())
         raise InvalidArgument(
             f"Token id {wrong} is outside of the vocabulary of {vocabulary_size or 'unknown size'}.",
