@@ -3,10 +3,10 @@
     .venv/bin/python load_tests/failures.py
     .venv/bin/python load_tests/failures.py --quick
 
-Plays examples/demo.toml by `rollfarm up`, for each seed twice. In one of the two runs the environment raises, hangs or
-returns garbage for 22 % of the episodes, and the sandbox of a reward breaks for 8 %: it cannot start its program, or
-its cell is killed or stopped. Each injection is written down with its trace as it happens, and in the end every one is
-held against what the farm counted.
+Plays examples/demo.toml with a small model by `rollfarm up`, for each seed twice. In one of the two runs the
+environment raises, hangs or returns garbage for 22 % of the episodes, and the sandbox of a reward breaks for 8 %: it
+cannot start its program, or its cell is killed or stopped. Each injection is written down with its trace as it happens,
+and in the end every one is held against what the farm counted.
 
 The last line on stdout is one JSON object; the progress goes to stderr. The exit status is 0 only if every injection
 and every failure is accounted for, the environment was never suspended, and the curves are within noise of each other.
@@ -24,7 +24,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from load_tests.failing import report
-from load_tests.failing.farm import DEMO_STEPS, FarmFailed, Played, play
+from load_tests.failing.farm import STEPS, FarmFailed, Played, play
 
 QUICK_STEPS = 8
 QUICK_EPISODES = 16
@@ -67,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--seeds", type=int, default=3, help="runs of each kind (%(default)s)")
-    parser.add_argument("--steps", type=int, default=DEMO_STEPS, help="of each run (%(default)s, as the demo has)")
+    parser.add_argument("--steps", type=int, default=STEPS, help="of each run (%(default)s)")
     parser.add_argument("--picture", type=Path, help="where the two curves are drawn (nowhere)")
     parser.add_argument(
         "--folder", type=Path, help="where the runs' folder is made, and kept on failure (the system's)"

@@ -3,8 +3,8 @@
     .venv/bin/python load_tests/staleness.py --picture docs/staleness.png
     .venv/bin/python load_tests/staleness.py --quick
 
-Plays the demo on a lake of 3 x 3 by `rollfarm up`. Corrected runs take ratios to the policy that sampled, which is the
-default; the others take every sample for a fresh one.
+Plays the demo on a lake of 3 x 3, with a small model, by `rollfarm up`. Corrected runs take ratios to the policy that
+sampled, which is the default; the others take every sample for a fresh one.
 
 The last line on stdout is one JSON object; progress goes to stderr. The exit status is 0 only if corrected runs of
 alpha 1 and 2 end within the noise of alpha 0.

@@ -10,6 +10,9 @@ from rollfarm.ports import free_ports
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "examples" / "demo.toml"
 
+SMALL_MODEL = {"model.create.hidden_size": "64", "trainer.lr": "1e-3"}
+"""Flags over the demo: 86,000 parameters, for load tests of which the model is no part."""
+
 
 def command(config: Path, flags: Mapping[str, str]) -> list[str]:
     """The command, on ports that are free."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from load_tests.up import DEMO, ROOT, command, environment
+from load_tests.up import DEMO, ROOT, SMALL_MODEL, command, environment
 
 LAST = 0.2
 """Share of a run's steps that its end is the mean of."""
@@ -45,7 +45,7 @@ class Aged:
 def age(folder: Path, *, seed: int, alpha: float, corrected: bool, steps: int) -> Aged:
     """One run. Raises FarmFailed."""
     name = f"{'with' if corrected else 'without'}-{alpha:g}-{seed}"
-    flags = {
+    flags = SMALL_MODEL | {
         "run.folder": str(folder),
         "run.name": name,
         "run.seed": str(seed),

@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,9 +9,10 @@ from load_tests.failing import injections
 from load_tests.failing.account import Account, account, read_log
 from load_tests.failing.judge import SECONDS
 from load_tests.failing.world import ENVIRONMENT_SECONDS
-from load_tests.up import DEMO, ROOT, command, environment
+from load_tests.up import DEMO, ROOT, SMALL_MODEL, command, environment
 
-DEMO_STEPS: int = tomllib.loads(DEMO.read_text())["run"]["steps"]
+STEPS = 220
+"""Of a run, until success no longer rises."""
 
 SANDBOXES = 16
 """One that is stopped stays occupied until the reward's time is up."""
@@ -75,7 +75,7 @@ def _flags(seed: int, ledger: Path | None) -> dict[str, str]:
     """What is not as in the demo."""
     settings = {"ledger": str(ledger), "seed": seed} if ledger else {}
     reward = {"name": "load_tests.failing.judge:program", "weight": 0, "timeout_seconds": SECONDS, "settings": settings}
-    return {
+    return SMALL_MODEL | {
         "run.seed": str(seed),
         "run.domains": json.dumps(
             [{"name": "lake", "environment": "load_tests.failing.world:FlakyLake", "settings": settings}]
