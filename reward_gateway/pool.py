@@ -96,7 +96,7 @@ class _NotStarted(Exception):
 
 
 class _Worker:
-    """One process, started again before the next question when the last one was its end."""
+    """One process, started again before the next question when it has ended, whatever its end was."""
 
     def __init__(self, arguments: Sequence[str]) -> None:
         self._arguments = arguments
@@ -105,7 +105,7 @@ class _Worker:
 
     async def start(self) -> None:
         """Have a process. Raises _NotStarted."""
-        if self._process is not None:
+        if self._process is not None and self._process.returncode is None:
             return
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -129,7 +129,10 @@ class _Worker:
         assert process.stdin is not None
         self._asked += 1
         async with self._kept(timeout):
-            process.stdin.write(HEAD.pack(len(question), self._asked) + question)
+            try:
+                process.stdin.write(HEAD.pack(len(question), self._asked) + question)
+            except RuntimeError as error:  # uvloop's word for a pipe that is closed
+                raise ConnectionError(str(error)) from None
             await process.stdin.drain()
             return await self._read(process, self._asked)
 

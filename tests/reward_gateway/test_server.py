@@ -8,7 +8,7 @@ import sys
 import psutil
 import pytest
 
-from reward_gateway.pool import WorkerPool
+from reward_gateway.pool import WorkerPool, _Worker
 from reward_gateway.timeouts import Timeout
 from reward_gateway.wiring import open_gateway
 from rollfarm import rpc
@@ -149,6 +149,40 @@ async def test_a_caller_that_gives_up_while_a_new_worker_starts_leaves_no_stale_
         values = [await ask(pool, "length", said) for said in ("four", "fi")]
 
     assert values == [4.0, 2.0]
+
+
+LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": lambda: pytest.importorskip("uvloop").new_event_loop()}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_worker_that_dies_while_it_is_idle_is_replaced_before_the_next_question(loop: str):
+    async def score() -> float:
+        async with WorkerPool(1) as pool:
+            process = pool._workers[0]._process
+            assert process is not None
+            process.kill()
+            await process.wait()
+            return await ask(pool, "length", "four")
+
+    with asyncio.Runner(loop_factory=LOOPS[loop]) as runner:
+        assert runner.run(score()) == 4.0
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_question_to_a_worker_that_is_dead_already_is_a_failure_of_the_worker(loop: str):
+    async def question() -> None:
+        worker = _Worker(["0"])
+        await worker.start()
+        process = worker._process
+        assert process is not None
+        process.kill()
+        await process.wait()
+        with pytest.raises((OSError, EOFError)):
+            await worker.ask(b"", 30)
+        assert worker._process is None
+
+    with asyncio.Runner(loop_factory=LOOPS[loop]) as runner:
+        runner.run(question())
 
 
 async def test_the_wait_for_a_worker_is_bounded():
