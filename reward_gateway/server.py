@@ -5,15 +5,18 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import prometheus_client
+import structlog
 from grpc import aio
 
 from reward_gateway.domains import Domain
 from reward_gateway.scoring import Plan, shares_of
-from rollfarm import telemetry
+from rollfarm import foreign, telemetry
 from rollfarm.error_wire import to_failure
-from rollfarm.errors import FarmError
+from rollfarm.errors import FarmError, RewardFailed
 from rollfarm.times import duration
 from rollfarm.v1 import reward_gateway_pb2, reward_gateway_pb2_grpc, trajectory_pb2
+
+log = structlog.get_logger()
 
 SERVICE = "rollfarm.v1.RewardGatewayService"
 
@@ -60,6 +63,10 @@ class RewardGatewayServicer(reward_gateway_pb2_grpc.RewardGatewayServiceServicer
             return reward_gateway_pb2.ScoreResult(index=index, scored=await self._score(request))
         except FarmError as error:
             return reward_gateway_pb2.ScoreResult(index=index, failure=to_failure(error))
+        except Exception as bug:
+            log.exception("bug in a score", domain=request.episode.task.domain)
+            failed = RewardFailed(f"Bug: {foreign.cause(bug)}.")
+            return reward_gateway_pb2.ScoreResult(index=index, failure=to_failure(failed))
 
     async def _score(self, request: reward_gateway_pb2.ScoreRequest) -> reward_gateway_pb2.ScoreResponse:
         name = request.episode.task.domain

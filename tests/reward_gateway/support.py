@@ -10,6 +10,7 @@ from aiohttp import web
 from grpc import aio
 
 from reward_gateway.config import RewardGatewayConfig
+from reward_gateway.server import RewardGatewayServicer
 from reward_gateway.wiring import open_gateway
 from rollfarm import rpc
 from rollfarm.service import ErrorInterceptor
@@ -83,7 +84,13 @@ class Asked:
 
 @asynccontextmanager
 async def scoring(config: RewardGatewayConfig) -> AsyncIterator[Asked]:
-    async with open_gateway(config) as gateway, serving(gateway.register) as address, rpc.channel(address) as channel:
+    async with open_gateway(config) as gateway, asking(gateway) as asked:
+        yield asked
+
+
+@asynccontextmanager
+async def asking(gateway: RewardGatewayServicer) -> AsyncIterator[Asked]:
+    async with serving(gateway.register) as address, rpc.channel(address) as channel:
         yield Asked(reward_gateway_pb2_grpc.RewardGatewayServiceStub(channel))
 
 

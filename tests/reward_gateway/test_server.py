@@ -8,6 +8,7 @@ import sys
 import psutil
 import pytest
 
+from reward_gateway.domains import Domain
 from reward_gateway.pool import WorkerPool, _Worker
 from reward_gateway.timeouts import Timeout
 from reward_gateway.wiring import open_gateway
@@ -15,7 +16,8 @@ from rollfarm import rpc
 from rollfarm.errors import RewardFailed, UnknownDomain
 from rollfarm.reward import Episode
 from rollfarm.reward_server import RewardServicer
-from tests.reward_gateway.support import OWN, config, episode, scoring, serving
+from rollfarm.v1 import reward_gateway_pb2
+from tests.reward_gateway.support import OWN, asking, config, episode, scoring, serving
 
 
 async def test_a_domains_rewards_are_asked_and_added_up():
@@ -39,6 +41,27 @@ async def test_many_are_answered_one_by_one_and_a_failure_is_of_its_own_episode(
     assert (sorted(first), [each.index for each in last]) == ([1, 2, 3], [0])
     assert (first[2].scored.reward, last[0].scored.reward) == (1.0, 1.0)
     assert (first[1].failure.reason, first[3].failure.reason) == ("REWARD_FAILED", "UNKNOWN_DOMAIN")
+
+
+class Broken(Domain):
+    """Meets a bug where the answer says so."""
+
+    async def score(self, request: reward_gateway_pb2.ScoreRequest) -> reward_gateway_pb2.ScoreResponse:
+        if request.episode.turns[0].text == "bug":
+            raise KeyError("a hole in the domain")
+        return await super().score(request)
+
+
+async def test_a_bug_in_one_of_many_fails_it_alone_and_says_what_it_was():
+    async with open_gateway(config({"name": f"{OWN}:patient"})) as gateway:
+        sound = gateway.domains["d"]
+        gateway.domains = {"d": Broken("d", sound.askers, sound.bulkhead)}
+        async with asking(gateway) as score:
+            answers = [answer async for answer in score.many(episode("bug"), episode("a"))]
+
+    found = {result.index: result for answer in answers for result in answer.results}
+    assert (found[0].failure.reason, found[1].scored.reward) == ("REWARD_FAILED", 1.0)
+    assert found[0].failure.message.startswith("Bug: KeyError: 'a hole in the domain'.")
 
 
 async def test_each_of_many_goes_on_with_its_own_trace():
