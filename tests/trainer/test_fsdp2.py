@@ -9,12 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._dynamo.utils import counters
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from tests.trainer.conftest import random_rows
 from trainer.backend_config import Fsdp2Config
 from trainer.backends import Backend, Settings
 from trainer.backends.fsdp2 import Fsdp2Backend, Fsdp2Scorer
+from trainer.backends.layers import layers_of
 from trainer.backends.module import ModuleBackend
 from trainer.backends.replicated import ReplicatedBackend
 from trainer.backends.scoring import TokenLogprobs, TokenValues, load_model
@@ -154,11 +156,18 @@ def test_a_policy_that_was_away_in_host_memory_goes_on_as_if_it_had_not_been(mod
 
 
 @pytest.mark.slow
-def test_compiled_layers_learn_the_same(model_path: Path) -> None:
-    compiled, plain = sharded(model_path, compile=True), replicated(model_path)
+@pytest.mark.parametrize("activation_checkpointing", [False, True])
+def test_compiled_layers_learn_the_same(model_path: Path, activation_checkpointing: bool) -> None:
+    torch.compiler.reset()
+    counters.clear()
+    compiled = sharded(model_path, compile=True, activation_checkpointing=activation_checkpointing)
+    plain = replicated(model_path)
+    layers = layers_of(TokenLogprobs(load_model(str(model_path))))
 
     for _ in range(2):
         assert step(compiled) == pytest.approx(step(plain), abs=1e-4)
+
+    assert counters["stats"]["unique_graphs"] >= len(layers)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

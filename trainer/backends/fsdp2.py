@@ -135,10 +135,11 @@ def _shard(model: TokenModel, mesh: DeviceMesh, settings: Settings, config: Fsdp
     if not layers:
         log.warning("no layers are known in this architecture: it is sharded as a whole, and gathered as a whole")
     for layer in layers:
+        if config.compile:
+            # Not around the checkpoint, into which it does not look.
+            layer.forward = torch.compile(layer.forward)
         if config.activation_checkpointing:
             keep_only_input(layer)
-        if config.compile:
-            layer.compile()
         shard(layer)
     shard(model)
     for module in _sharded(model):
