@@ -7,7 +7,7 @@ each segment look at its own row of the pool only.
 Shapes: R rows, T tokens of context, N tokens of the pass, B segments of one token, H heads, K heads of keys, D width.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,11 +66,29 @@ class _Segment:
     count: int
 
 
-def kind(start: int, count: int) -> int:
-    """How a segment of `count` tokens after `start` others is looked at: alike ones lie side by side in a pass."""
+def order(start: int, count: int) -> tuple[int, int]:
+    """Where a segment of `count` tokens after `start` others comes in a pass: alike ones lie side by side."""
+    kind = _kind(start, count)
+    return kind, count if kind == _SHORT else 0
+
+
+def _kind(start: int, count: int) -> int:
+    """How it is looked at."""
     if count == 1:
         return _SINGLE
     return _SHORT if start + count <= SHORT else _LONG
+
+
+def cuts(counts: Sequence[int]) -> Iterator[slice]:
+    """Growing counts in pieces, whose sums at most double where each count is padded to its piece's largest. Equal
+    counts stay together."""
+    first = tokens = 0
+    for last, count in enumerate(counts):
+        tokens += count
+        if (last + 1 - first) * count > 2 * tokens:
+            yield slice(first, last)
+            first, tokens = last, count
+    yield slice(first, len(counts))
 
 
 class Pass:
@@ -83,13 +101,13 @@ class Pass:
         *,
         device: torch.device,
     ) -> None:
-        """`segments`: (row, tokens already there, new tokens), in the order of their `kind`."""
+        """`segments`: (row, tokens already there, new tokens), in their `order`."""
         self._layers = layers
         context = layers[0].keys_RTKD.shape[1]
         by_kind: tuple[list[_Segment], ...] = ([], [], [])
         first = 0
         for row, start, count in segments:
-            by_kind[kind(start, count)].append(_Segment(row, start, first, count))
+            by_kind[_kind(start, count)].append(_Segment(row, start, first, count))
             first += count
         rows, starts, counts = np.array(segments).T
         ends = np.cumsum(counts)
@@ -97,11 +115,10 @@ class Pass:
         self.position_ids_1N = torch.from_numpy(positions)[None].to(device)
         self._targets_N = torch.from_numpy(positions + np.repeat(rows * context, counts)).to(device)
         singles, shorts, longs = by_kind
-        self._shares: list[_Singles | _Shorts | _Long] = [_Long(segment, device) for segment in longs]
+        self._shares: list[_Singles | _Shorts | _Long] = [_Singles(singles, device)] if singles else []
         if shorts:
-            self._shares.insert(0, _Shorts(shorts, device))
-        if singles:
-            self._shares.insert(0, _Singles(singles, device))
+            self._shares += [_Shorts(shorts[cut], device) for cut in cuts([segment.count for segment in shorts])]
+        self._shares += [_Long(segment, device) for segment in longs]
 
     def attend(
         self,
@@ -175,6 +192,7 @@ class _Singles:
 
 class _Shorts:
     """Segments of several tokens with few before them: padded to the longest, for a call for each costs more.
+    No more than half of it is padding.
 
     Shapes: C tokens of the longest segment, E tokens of the longest row.
     """

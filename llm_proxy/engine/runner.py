@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from llm_proxy.engine.attention import NAME, Layer, Pass, Probe, kind
+from llm_proxy.engine.attention import NAME, Layer, Pass, Probe, order
 from llm_proxy.engine.batching import Segment
 from llm_proxy.engine.requests import Limits
 from llm_proxy.engine.sampling import sample
@@ -112,7 +112,7 @@ class Runner:
     @torch.inference_mode()
     def step(self, segments: Sequence[Segment], seeds: Sequence[int]) -> Sampled:
         """Compute the segments, and a token for each that samples. `seeds` belong to those, in order."""
-        ordered = sorted(segments, key=lambda segment: kind(segment.start, segment.count))
+        ordered = sorted(segments, key=lambda segment: order(segment.start, segment.count))
         slots = Pass(self._layers, [(s.sequence.slot, s.start, s.count) for s in ordered], device=self.device)
         tokens = np.concatenate([s.sequence.tokens[s.start : s.start + s.count] for s in ordered]).astype(np.int64)
         ends = np.cumsum([s.count for s in ordered]) - 1

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -9,6 +10,8 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import (
     AutoModelForCausalLM,
     Gemma3ForCausalLM,
@@ -121,6 +124,16 @@ def test_logprobs_agree_whether_prompts_are_looked_at_together_or_alone(
     reference = Reference(tmp_path)
     for prompt, (ids, logprobs) in zip(asked, outputs, strict=True):
         np.testing.assert_allclose(logprobs, reference.chosen(prompt, ids), atol=1e-4)
+
+
+@given(st.lists(st.integers(2, attention.SHORT), min_size=1, max_size=64))
+def test_prompts_that_are_looked_at_together_are_at_most_half_padding(found: list[int]) -> None:
+    counts = sorted(found, key=lambda count: attention.order(0, count))
+    pieces = [counts[cut] for cut in attention.cuts(counts)]
+
+    assert [count for piece in pieces for count in piece] == counts
+    assert all(len(piece) * piece[-1] <= 2 * sum(piece) for piece in pieces)
+    assert all(one[-1] < other[0] for one, other in pairwise(pieces))
 
 
 def test_the_last_layer_works_where_a_token_is_sampled_and_the_others_everywhere(tmp_path: Path) -> None:
