@@ -283,7 +283,7 @@ def _attend(
     **extras: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls in every layer."""
-    for name in ("softcap", "s_aux"):
+    for name in ("softcap", "s_aux", "position_bias"):
         if extras.get(name) is not None:
             raise TypeError(f"its attention needs {name!r}")
     if isinstance(slots, Pass):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     Gemma3ForCausalLM,
@@ -26,6 +27,7 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from llm_proxy.engine import adapters, attention
 from llm_proxy.engine.attention import NAME
@@ -134,6 +136,13 @@ def test_prompts_that_are_looked_at_together_are_at_most_half_padding(found: lis
     assert [count for piece in pieces for count in piece] == counts
     assert all(len(piece) * piece[-1] <= 2 * sum(piece) for piece in pieces)
     assert all(one[-1] < other[0] for one, other in pairwise(pieces))
+
+
+def test_an_attention_with_what_the_engine_would_leave_out_is_refused() -> None:
+    query, key, value = torch.zeros(3, 1, 2, 5, 8)
+
+    with pytest.raises(TypeError, match="position_bias"):
+        ALL_ATTENTION_FUNCTIONS[NAME](nn.Module(), query, key, value, None, position_bias=torch.zeros(5, 5))
 
 
 def test_the_last_layer_works_where_a_token_is_sampled_and_the_others_everywhere(tmp_path: Path) -> None:
