@@ -21,14 +21,17 @@ def spare(model: PreTrainedModel) -> None:
     """Let the last layer work where it is asked for alone, if it is attention and then a dense network."""
     decoder = getattr(model.base_model, "language_model", model.base_model)
     layers = getattr(decoder, "layers", None)
-    if layers and _is_known(layers[-1]):
-        _Asked(layers[-1])
+    if layers and _is_known(layers[-1]) and not hasattr(layers[-1], "asked"):
+        layers[-1].asked = _Asked(layers[-1])
 
 
 def _is_known(layer: nn.Module) -> bool:
     """Whether each position has a result of its own, once attention has looked at the others."""
     in_turn = hasattr(layer, "self_attn") and hasattr(layer, "post_attention_layernorm")
-    return in_turn and hasattr(layer.self_attn, "o_proj") and hasattr(getattr(layer, "mlp", None), "down_proj")
+    others = [child for name, child in layer.named_children() if name not in ("self_attn", "mlp")]
+    alone = all("Norm" in type(child).__name__ or isinstance(child, nn.Dropout) for child in others)
+    is_dense = hasattr(getattr(layer, "mlp", None), "down_proj")
+    return in_turn and alone and is_dense and hasattr(layer.self_attn, "o_proj")
 
 
 class _Asked:

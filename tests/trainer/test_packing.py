@@ -14,6 +14,8 @@ from transformers import (
     BartConfig,
     Gemma3TextConfig,
     GPT2Config,
+    InklingForCausalLM,
+    InklingTextConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -28,6 +30,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 
+from rollfarm.last_layer import spare
 from rollfarm.run import ModelConfig
 from tests.trainer.conftest import random_rows
 from trainer.backends.build import build_models
@@ -160,6 +163,25 @@ def test_the_last_layer_works_where_a_token_is_predicted_and_the_others_everywhe
 
     assert 0 < len(batch.at_P) < len(batch.ids_T) == 47
     assert seen == [47, 47, 47, len(batch.at_P)]
+
+
+def test_a_last_layer_is_spared_once_however_often_that_is_asked_for() -> None:
+    model, batch = model_of(CONFIGS["llama"]()), batch_of(some_rows())
+    pack(model)
+    once_P, _ = TokenLogprobs(model)(batch, 1.0)
+
+    pack(model)
+
+    assert torch.equal(TokenLogprobs(model)(batch, 1.0)[0], once_P)
+
+
+def test_a_last_layer_that_looks_around_after_its_attention_works_everywhere() -> None:
+    dense: dict[str, Any] = {"layer_types": ["hybrid"] * 2, "mlp_layer_types": ["dense"] * 2}
+    model = InklingForCausalLM(InklingTextConfig(**SMALL, **dense))
+
+    spare(model)
+
+    assert "forward" not in vars(model.model.layers[-1].mlp)
 
 
 def test_a_critic_sees_packed_rows_alike() -> None:
