@@ -1,7 +1,8 @@
 """Of the last layer only what predicts a token is read, so it works there alone, once its attention has looked around.
 
 Which positions these are, its attention is told by an argument that a model hands on to it as it does the lengths of
-rows. So it passes activation checkpointing, sharding and adapters, and every call says it anew.
+rows. So it passes activation checkpointing, sharding and adapters. Every call says it anew; it is kept until the next
+call of the attention, which comes before what needs it, in the same thread.
 
 Legend: 1 the batch dimension, T positions of all rows, P those that are asked for, H what a module takes or makes.
 """

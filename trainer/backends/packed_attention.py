@@ -2,7 +2,8 @@
 
 It is told of rows as flash attention is in transformers: `cu_seq_lens_q`, `max_length_q` and `sliding_window` are
 arguments that a model hands on to its attention function. So they pass activation checkpointing, sharding and adapters
-like any other argument, and nothing is kept between calls.
+like any other argument. Nothing is kept between calls but what rollfarm.last_layer was asked for last: attention runs
+before what needs it, in the same thread.
 
 Legend: 1 the batch dimension, T positions of all rows, L of one row, N rows of one length, A heads, D their width.
 """
