@@ -1,13 +1,14 @@
 """Asks reward_gateway for scores, many to a call: episodes that end together travel together.
 
-Each is answered as soon as it is scored, however long the others take. One that nobody waits for any more is scored all
-the same.
+Each is answered as soon as it is scored, however long the others take. One that nobody waits for any more is cancelled,
+by itself.
 """
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rollfarm import rpc
@@ -33,7 +34,8 @@ class Scores:
         self._wanted = asyncio.Event()
 
     async def ask(self, request: reward_gateway_pb2.ScoreRequest) -> reward_gateway_pb2.ScoreResponse:
-        """The score. Raises the FarmError that reward_gateway answered, or why it did not."""
+        """The score. Cancelling the caller cancels it. Raises the FarmError that reward_gateway answered, or why it did
+        not."""
         waiting = _Waiting(request, asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
         self._wanted.set()
@@ -47,7 +49,7 @@ class Scores:
                 await self._wanted.wait()
                 await pace.wait()
                 self._wanted.clear()
-                asked, self._waiting = self._waiting, []
+                asked, self._waiting = _unsettled(self._waiting), []
                 pace.sent(len(asked))
                 for portion in rpc.portions([each.request for each in asked]):
                     calls.create_task(self._insist(asked[: len(portion)]))
@@ -59,7 +61,7 @@ class Scores:
         end, backoff = loop.time() + self._seconds, rpc.FIRST_RETRY_SECONDS
         while True:
             error = await self._call(asked, end - loop.time())
-            asked = [each for each in asked if not each.answer.done()]
+            asked = _unsettled(asked)
             if not asked:
                 return
             if not is_retryable(error) or loop.time() + backoff >= end:
@@ -71,14 +73,36 @@ class Scores:
 
     async def _call(self, asked: Sequence[_Waiting], seconds: float) -> FarmError:
         """Settle what one call answers; why it settled no more."""
-        request = reward_gateway_pb2.ScoreManyRequest(requests=[each.request for each in asked])
+        unwanted: asyncio.Queue[int | None] = asyncio.Queue()
+        for index, each in enumerate(asked):
+            each.answer.add_done_callback(partial(_give_up, unwanted, index))
         try:
-            async for answer in rpc.stream(self._stub.ScoreMany, request, timeout=seconds):
+            async for answer in rpc.stream(self._stub.ScoreMany, _requests(asked, unwanted), timeout=seconds):
                 for result in answer.results:
                     _settle(asked[result.index].answer, result)
         except FarmError as error:
             return error
+        finally:
+            unwanted.put_nowait(None)
         return Unavailable("reward_gateway ended the call.")
+
+
+def _unsettled(asked: Sequence[_Waiting]) -> list[_Waiting]:
+    return [each for each in asked if not each.answer.done()]
+
+
+def _give_up(unwanted: asyncio.Queue[int | None], index: int, answer: asyncio.Future[Any]) -> None:
+    if answer.cancelled():
+        unwanted.put_nowait(index)
+
+
+async def _requests(
+    asked: Sequence[_Waiting], unwanted: asyncio.Queue[int | None]
+) -> AsyncIterator[reward_gateway_pb2.ScoreManyRequest]:
+    """What one call sends: everything, then what becomes unwanted, until None does."""
+    yield reward_gateway_pb2.ScoreManyRequest(requests=[each.request for each in asked])
+    while (index := await unwanted.get()) is not None:
+        yield reward_gateway_pb2.ScoreManyRequest(cancelled_indexes=[index])
 
 
 def _settle(answer: asyncio.Future[reward_gateway_pb2.ScoreResponse], result: reward_gateway_pb2.ScoreResult) -> None:

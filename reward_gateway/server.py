@@ -1,7 +1,7 @@
 """RewardGatewayService: hands each episode to its domain, and tells how the domains fare."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import prometheus_client
@@ -45,15 +45,19 @@ class RewardGatewayServicer(reward_gateway_pb2_grpc.RewardGatewayServiceServicer
         return await self._score(request)
 
     async def ScoreMany(
-        self, request: reward_gateway_pb2.ScoreManyRequest, context: Any
+        self, request_iterator: AsyncIterator[reward_gateway_pb2.ScoreManyRequest], context: Any
     ) -> AsyncIterator[reward_gateway_pb2.ScoreManyResponse]:
-        scoring = {asyncio.create_task(self._result(index, each)) for index, each in enumerate(request.requests)}
+        asked = await anext(request_iterator, reward_gateway_pb2.ScoreManyRequest())
+        tasks = [asyncio.create_task(self._result(*each)) for each in enumerate(asked.requests)]
+        cancelling = asyncio.create_task(_cancel(tasks, request_iterator))
         try:
+            scoring = set(tasks)
             while scoring:
                 done, scoring = await asyncio.wait(scoring, return_when=asyncio.FIRST_COMPLETED)
-                yield reward_gateway_pb2.ScoreManyResponse(results=[each.result() for each in done])
+                if results := [each.result() for each in done if not each.cancelled()]:
+                    yield reward_gateway_pb2.ScoreManyResponse(results=results)
         finally:
-            for each in scoring:
+            for each in (cancelling, *tasks):
                 each.cancel()
 
     async def _result(self, index: int, request: reward_gateway_pb2.ScoreRequest) -> reward_gateway_pb2.ScoreResult:
@@ -80,6 +84,15 @@ class RewardGatewayServicer(reward_gateway_pb2_grpc.RewardGatewayServiceServicer
         return reward_gateway_pb2.RewardGatewayServiceGetStatusResponse(
             domains=[_status(domain) for domain in self.domains.values()], sandbox_level=self._sandbox_level
         )
+
+
+async def _cancel(
+    scoring: Sequence[asyncio.Task[Any]], requests: AsyncIterator[reward_gateway_pb2.ScoreManyRequest]
+) -> None:
+    """Cancel what the caller names, for as long as it does."""
+    async for request in requests:
+        for index in request.cancelled_indexes:
+            scoring[index].cancel()
 
 
 def _status(domain: Domain) -> reward_gateway_pb2.DomainStatus:

@@ -26,7 +26,7 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from rollfarm.v1 import trajectory_pb2 as rollfarm_dot_v1_dot_trajectory__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n rollfarm/v1/reward_gateway.proto\x12\x0brollfarm.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1crollfarm/v1/trajectory.proto\"\xfc\x01\n\rScoredEpisode\x12\x1f\n\x04task\x18\x01 \x01(\x0b\x32\x11.rollfarm.v1.Task\x12&\n\x05turns\x18\x02 \x03(\x0b\x32\x17.rollfarm.v1.ScoredTurn\x12\x11\n\treference\x18\x03 \x01(\t\x12\x38\n\x07metrics\x18\x04 \x03(\x0b\x32\'.rollfarm.v1.ScoredEpisode.MetricsEntry\x12%\n\x07outcome\x18\x05 \x01(\x0e\x32\x14.rollfarm.v1.Outcome\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x83\x01\n\x0cScoreRequest\x12+\n\x07\x65pisode\x18\x01 \x01(\x0b\x32\x1a.rollfarm.v1.ScoredEpisode\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\x0e\n\x06member\x18\x03 \x01(\x05\x12\x12\n\ngroup_size\x18\x04 \x01(\x05\x12\x10\n\x08trace_id\x18\x05 \x01(\t\"G\n\rScoreResponse\x12\x0e\n\x06reward\x18\x01 \x01(\x01\x12&\n\x05parts\x18\x02 \x03(\x0b\x32\x17.rollfarm.v1.RewardPart\"?\n\x10ScoreManyRequest\x12+\n\x08requests\x18\x01 \x03(\x0b\x32\x19.rollfarm.v1.ScoreRequest\">\n\x11ScoreManyResponse\x12)\n\x07results\x18\x01 \x03(\x0b\x32\x18.rollfarm.v1.ScoreResult\"}\n\x0bScoreResult\x12\r\n\x05index\x18\x01 \x01(\x05\x12,\n\x06scored\x18\x02 \x01(\x0b\x32\x1a.rollfarm.v1.ScoreResponseH\x00\x12\'\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32\x14.rollfarm.v1.FailureH\x00\x42\x08\n\x06result\"X\n\x19RewardServiceScoreRequest\x12+\n\x07\x65pisode\x18\x01 \x01(\x0b\x32\x1a.rollfarm.v1.ScoredEpisode\x12\x0e\n\x06reward\x18\x02 \x01(\t\";\n\x1aRewardServiceScoreResponse\x12\r\n\x05value\x18\x01 \x01(\x01\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\"Q\n\x11ScoreGroupRequest\x12,\n\x08\x65pisodes\x18\x01 \x03(\x0b\x32\x1a.rollfarm.v1.ScoredEpisode\x12\x0e\n\x06reward\x18\x02 \x01(\t\"O\n\x12ScoreGroupResponse\x12\x39\n\x08verdicts\x18\x01 \x03(\x0b\x32\'.rollfarm.v1.RewardServiceScoreResponse\"&\n$RewardGatewayServiceGetStatusRequest\"\x85\x01\n%RewardGatewayServiceGetStatusResponse\x12*\n\x07\x64omains\x18\x01 \x03(\x0b\x32\x19.rollfarm.v1.DomainStatus\x12\x30\n\rsandbox_level\x18\x02 \x01(\x0e\x32\x19.rollfarm.v1.SandboxLevel\"x\n\x0c\x44omainStatus\x12\x0e\n\x06\x64omain\x18\x01 \x01(\t\x12\x15\n\rrunning_count\x18\x02 \x01(\x05\x12\x15\n\rwaiting_count\x18\x03 \x01(\x05\x12*\n\x07rewards\x18\x04 \x03(\x0b\x32\x19.rollfarm.v1.RewardStatus\"\xa3\x01\n\x0cRewardStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0cscored_count\x18\x02 \x01(\x03\x12\x14\n\x0c\x63\x61\x63hed_count\x18\x03 \x01(\x03\x12\x14\n\x0c\x66\x61iled_count\x18\x04 \x01(\x03\x12\x33\n\x10timeout_duration\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0e\n\x06\x64\x65tail\x18\x06 \x01(\t2\x98\x02\n\x14RewardGatewayService\x12>\n\x05Score\x12\x19.rollfarm.v1.ScoreRequest\x1a\x1a.rollfarm.v1.ScoreResponse\x12L\n\tScoreMany\x12\x1d.rollfarm.v1.ScoreManyRequest\x1a\x1e.rollfarm.v1.ScoreManyResponse0\x01\x12r\n\tGetStatus\x12\x31.rollfarm.v1.RewardGatewayServiceGetStatusRequest\x1a\x32.rollfarm.v1.RewardGatewayServiceGetStatusResponse2\xb8\x01\n\rRewardService\x12X\n\x05Score\x12&.rollfarm.v1.RewardServiceScoreRequest\x1a\'.rollfarm.v1.RewardServiceScoreResponse\x12M\n\nScoreGroup\x12\x1e.rollfarm.v1.ScoreGroupRequest\x1a\x1f.rollfarm.v1.ScoreGroupResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n rollfarm/v1/reward_gateway.proto\x12\x0brollfarm.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1crollfarm/v1/trajectory.proto\"\xfc\x01\n\rScoredEpisode\x12\x1f\n\x04task\x18\x01 \x01(\x0b\x32\x11.rollfarm.v1.Task\x12&\n\x05turns\x18\x02 \x03(\x0b\x32\x17.rollfarm.v1.ScoredTurn\x12\x11\n\treference\x18\x03 \x01(\t\x12\x38\n\x07metrics\x18\x04 \x03(\x0b\x32\'.rollfarm.v1.ScoredEpisode.MetricsEntry\x12%\n\x07outcome\x18\x05 \x01(\x0e\x32\x14.rollfarm.v1.Outcome\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\x83\x01\n\x0cScoreRequest\x12+\n\x07\x65pisode\x18\x01 \x01(\x0b\x32\x1a.rollfarm.v1.ScoredEpisode\x12\x10\n\x08group_id\x18\x02 \x01(\t\x12\x0e\n\x06member\x18\x03 \x01(\x05\x12\x12\n\ngroup_size\x18\x04 \x01(\x05\x12\x10\n\x08trace_id\x18\x05 \x01(\t\"G\n\rScoreResponse\x12\x0e\n\x06reward\x18\x01 \x01(\x01\x12&\n\x05parts\x18\x02 \x03(\x0b\x32\x17.rollfarm.v1.RewardPart\"Z\n\x10ScoreManyRequest\x12+\n\x08requests\x18\x01 \x03(\x0b\x32\x19.rollfarm.v1.ScoreRequest\x12\x19\n\x11\x63\x61ncelled_indexes\x18\x02 \x03(\x05\">\n\x11ScoreManyResponse\x12)\n\x07results\x18\x01 \x03(\x0b\x32\x18.rollfarm.v1.ScoreResult\"}\n\x0bScoreResult\x12\r\n\x05index\x18\x01 \x01(\x05\x12,\n\x06scored\x18\x02 \x01(\x0b\x32\x1a.rollfarm.v1.ScoreResponseH\x00\x12\'\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32\x14.rollfarm.v1.FailureH\x00\x42\x08\n\x06result\"X\n\x19RewardServiceScoreRequest\x12+\n\x07\x65pisode\x18\x01 \x01(\x0b\x32\x1a.rollfarm.v1.ScoredEpisode\x12\x0e\n\x06reward\x18\x02 \x01(\t\";\n\x1aRewardServiceScoreResponse\x12\r\n\x05value\x18\x01 \x01(\x01\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\"Q\n\x11ScoreGroupRequest\x12,\n\x08\x65pisodes\x18\x01 \x03(\x0b\x32\x1a.rollfarm.v1.ScoredEpisode\x12\x0e\n\x06reward\x18\x02 \x01(\t\"O\n\x12ScoreGroupResponse\x12\x39\n\x08verdicts\x18\x01 \x03(\x0b\x32\'.rollfarm.v1.RewardServiceScoreResponse\"&\n$RewardGatewayServiceGetStatusRequest\"\x85\x01\n%RewardGatewayServiceGetStatusResponse\x12*\n\x07\x64omains\x18\x01 \x03(\x0b\x32\x19.rollfarm.v1.DomainStatus\x12\x30\n\rsandbox_level\x18\x02 \x01(\x0e\x32\x19.rollfarm.v1.SandboxLevel\"x\n\x0c\x44omainStatus\x12\x0e\n\x06\x64omain\x18\x01 \x01(\t\x12\x15\n\rrunning_count\x18\x02 \x01(\x05\x12\x15\n\rwaiting_count\x18\x03 \x01(\x05\x12*\n\x07rewards\x18\x04 \x03(\x0b\x32\x19.rollfarm.v1.RewardStatus\"\xa3\x01\n\x0cRewardStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x14\n\x0cscored_count\x18\x02 \x01(\x03\x12\x14\n\x0c\x63\x61\x63hed_count\x18\x03 \x01(\x03\x12\x14\n\x0c\x66\x61iled_count\x18\x04 \x01(\x03\x12\x33\n\x10timeout_duration\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0e\n\x06\x64\x65tail\x18\x06 \x01(\t2\x9a\x02\n\x14RewardGatewayService\x12>\n\x05Score\x12\x19.rollfarm.v1.ScoreRequest\x1a\x1a.rollfarm.v1.ScoreResponse\x12N\n\tScoreMany\x12\x1d.rollfarm.v1.ScoreManyRequest\x1a\x1e.rollfarm.v1.ScoreManyResponse(\x01\x30\x01\x12r\n\tGetStatus\x12\x31.rollfarm.v1.RewardGatewayServiceGetStatusRequest\x1a\x32.rollfarm.v1.RewardGatewayServiceGetStatusResponse2\xb8\x01\n\rRewardService\x12X\n\x05Score\x12&.rollfarm.v1.RewardServiceScoreRequest\x1a\'.rollfarm.v1.RewardServiceScoreResponse\x12M\n\nScoreGroup\x12\x1e.rollfarm.v1.ScoreGroupRequest\x1a\x1f.rollfarm.v1.ScoreGroupResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,29 +44,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SCORERESPONSE']._serialized_start=500
   _globals['_SCORERESPONSE']._serialized_end=571
   _globals['_SCOREMANYREQUEST']._serialized_start=573
-  _globals['_SCOREMANYREQUEST']._serialized_end=636
-  _globals['_SCOREMANYRESPONSE']._serialized_start=638
-  _globals['_SCOREMANYRESPONSE']._serialized_end=700
-  _globals['_SCORERESULT']._serialized_start=702
-  _globals['_SCORERESULT']._serialized_end=827
-  _globals['_REWARDSERVICESCOREREQUEST']._serialized_start=829
-  _globals['_REWARDSERVICESCOREREQUEST']._serialized_end=917
-  _globals['_REWARDSERVICESCORERESPONSE']._serialized_start=919
-  _globals['_REWARDSERVICESCORERESPONSE']._serialized_end=978
-  _globals['_SCOREGROUPREQUEST']._serialized_start=980
-  _globals['_SCOREGROUPREQUEST']._serialized_end=1061
-  _globals['_SCOREGROUPRESPONSE']._serialized_start=1063
-  _globals['_SCOREGROUPRESPONSE']._serialized_end=1142
-  _globals['_REWARDGATEWAYSERVICEGETSTATUSREQUEST']._serialized_start=1144
-  _globals['_REWARDGATEWAYSERVICEGETSTATUSREQUEST']._serialized_end=1182
-  _globals['_REWARDGATEWAYSERVICEGETSTATUSRESPONSE']._serialized_start=1185
-  _globals['_REWARDGATEWAYSERVICEGETSTATUSRESPONSE']._serialized_end=1318
-  _globals['_DOMAINSTATUS']._serialized_start=1320
-  _globals['_DOMAINSTATUS']._serialized_end=1440
-  _globals['_REWARDSTATUS']._serialized_start=1443
-  _globals['_REWARDSTATUS']._serialized_end=1606
-  _globals['_REWARDGATEWAYSERVICE']._serialized_start=1609
-  _globals['_REWARDGATEWAYSERVICE']._serialized_end=1889
-  _globals['_REWARDSERVICE']._serialized_start=1892
-  _globals['_REWARDSERVICE']._serialized_end=2076
+  _globals['_SCOREMANYREQUEST']._serialized_end=663
+  _globals['_SCOREMANYRESPONSE']._serialized_start=665
+  _globals['_SCOREMANYRESPONSE']._serialized_end=727
+  _globals['_SCORERESULT']._serialized_start=729
+  _globals['_SCORERESULT']._serialized_end=854
+  _globals['_REWARDSERVICESCOREREQUEST']._serialized_start=856
+  _globals['_REWARDSERVICESCOREREQUEST']._serialized_end=944
+  _globals['_REWARDSERVICESCORERESPONSE']._serialized_start=946
+  _globals['_REWARDSERVICESCORERESPONSE']._serialized_end=1005
+  _globals['_SCOREGROUPREQUEST']._serialized_start=1007
+  _globals['_SCOREGROUPREQUEST']._serialized_end=1088
+  _globals['_SCOREGROUPRESPONSE']._serialized_start=1090
+  _globals['_SCOREGROUPRESPONSE']._serialized_end=1169
+  _globals['_REWARDGATEWAYSERVICEGETSTATUSREQUEST']._serialized_start=1171
+  _globals['_REWARDGATEWAYSERVICEGETSTATUSREQUEST']._serialized_end=1209
+  _globals['_REWARDGATEWAYSERVICEGETSTATUSRESPONSE']._serialized_start=1212
+  _globals['_REWARDGATEWAYSERVICEGETSTATUSRESPONSE']._serialized_end=1345
+  _globals['_DOMAINSTATUS']._serialized_start=1347
+  _globals['_DOMAINSTATUS']._serialized_end=1467
+  _globals['_REWARDSTATUS']._serialized_start=1470
+  _globals['_REWARDSTATUS']._serialized_end=1633
+  _globals['_REWARDGATEWAYSERVICE']._serialized_start=1636
+  _globals['_REWARDGATEWAYSERVICE']._serialized_end=1918
+  _globals['_REWARDSERVICE']._serialized_start=1921
+  _globals['_REWARDSERVICE']._serialized_end=2105
 # @@protoc_insertion_point(module_scope)

@@ -154,23 +154,29 @@ Global___ScoreResponse: _TypeAlias = ScoreResponse  # noqa: Y015
 
 @_typing.final
 class ScoreManyRequest(_message.Message):
-    """Asks for many scores."""
+    """Asks for many scores, or cancels some of them."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUESTS_FIELD_NUMBER: _builtins.int
+    CANCELLED_INDEXES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___ScoreRequest]:
-        """At least one."""
+        """At least one in the first message of a call; none in later ones."""
+
+    @_builtins.property
+    def cancelled_indexes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Positions, from 0, of requests whose scores nobody waits for any more. One that is answered already is left alone."""
 
     def __init__(
         self,
         *,
         requests: _abc.Iterable[Global___ScoreRequest] | None = ...,
+        cancelled_indexes: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["requests", b"requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cancelled_indexes", b"cancelled_indexes", "requests", b"requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

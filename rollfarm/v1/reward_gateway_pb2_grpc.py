@@ -40,7 +40,7 @@ class RewardGatewayServiceStub(object):
                 request_serializer=rollfarm_dot_v1_dot_reward__gateway__pb2.ScoreRequest.SerializeToString,
                 response_deserializer=rollfarm_dot_v1_dot_reward__gateway__pb2.ScoreResponse.FromString,
                 _registered_method=True)
-        self.ScoreMany = channel.unary_stream(
+        self.ScoreMany = channel.stream_stream(
                 '/rollfarm.v1.RewardGatewayService/ScoreMany',
                 request_serializer=rollfarm_dot_v1_dot_reward__gateway__pb2.ScoreManyRequest.SerializeToString,
                 response_deserializer=rollfarm_dot_v1_dot_reward__gateway__pb2.ScoreManyResponse.FromString,
@@ -69,8 +69,11 @@ class RewardGatewayServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def ScoreMany(self, request, context):
+    def ScoreMany(self, request_iterator, context):
         """The same for many episodes, each answered as soon as it is scored. What is wrong with one is in its result.
+
+        The first message asks for all of them. Later ones may cancel some, which are scored no further and not answered.
+        The call ends when none is left.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -91,7 +94,7 @@ def add_RewardGatewayServiceServicer_to_server(servicer, server):
                     request_deserializer=rollfarm_dot_v1_dot_reward__gateway__pb2.ScoreRequest.FromString,
                     response_serializer=rollfarm_dot_v1_dot_reward__gateway__pb2.ScoreResponse.SerializeToString,
             ),
-            'ScoreMany': grpc.unary_stream_rpc_method_handler(
+            'ScoreMany': grpc.stream_stream_rpc_method_handler(
                     servicer.ScoreMany,
                     request_deserializer=rollfarm_dot_v1_dot_reward__gateway__pb2.ScoreManyRequest.FromString,
                     response_serializer=rollfarm_dot_v1_dot_reward__gateway__pb2.ScoreManyResponse.SerializeToString,
@@ -141,7 +144,7 @@ class RewardGatewayService(object):
             _registered_method=True)
 
     @staticmethod
-    def ScoreMany(request,
+    def ScoreMany(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -151,8 +154,8 @@ class RewardGatewayService(object):
             wait_for_ready=None,
             timeout=None,
             metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
+        return grpc.experimental.stream_stream(
+            request_iterator,
             target,
             '/rollfarm.v1.RewardGatewayService/ScoreMany',
             rollfarm_dot_v1_dot_reward__gateway__pb2.ScoreManyRequest.SerializeToString,

@@ -42,8 +42,12 @@ class RewardGatewayServiceStub:
     Where the domain has a reward that compares a group, the answer comes when group_size members were sent; a member
     that is sent again, under the same number, replaces itself.
     """
-    ScoreMany: _grpc.UnaryStreamMultiCallable[_reward_gateway_pb2.ScoreManyRequest, _reward_gateway_pb2.ScoreManyResponse]
-    """The same for many episodes, each answered as soon as it is scored. What is wrong with one is in its result."""
+    ScoreMany: _grpc.StreamStreamMultiCallable[_reward_gateway_pb2.ScoreManyRequest, _reward_gateway_pb2.ScoreManyResponse]
+    """The same for many episodes, each answered as soon as it is scored. What is wrong with one is in its result.
+
+    The first message asks for all of them. Later ones may cancel some, which are scored no further and not answered.
+    The call ends when none is left.
+    """
     GetStatus: _grpc.UnaryUnaryMultiCallable[_reward_gateway_pb2.RewardGatewayServiceGetStatusRequest, _reward_gateway_pb2.RewardGatewayServiceGetStatusResponse]
     """Which domains are scored, and how well."""
 
@@ -61,8 +65,12 @@ class RewardGatewayServiceAsyncStub(RewardGatewayServiceStub):
     Where the domain has a reward that compares a group, the answer comes when group_size members were sent; a member
     that is sent again, under the same number, replaces itself.
     """
-    ScoreMany: _aio.UnaryStreamMultiCallable[_reward_gateway_pb2.ScoreManyRequest, _reward_gateway_pb2.ScoreManyResponse]  # type: ignore[assignment]
-    """The same for many episodes, each answered as soon as it is scored. What is wrong with one is in its result."""
+    ScoreMany: _aio.StreamStreamMultiCallable[_reward_gateway_pb2.ScoreManyRequest, _reward_gateway_pb2.ScoreManyResponse]  # type: ignore[assignment]
+    """The same for many episodes, each answered as soon as it is scored. What is wrong with one is in its result.
+
+    The first message asks for all of them. Later ones may cancel some, which are scored no further and not answered.
+    The call ends when none is left.
+    """
     GetStatus: _aio.UnaryUnaryMultiCallable[_reward_gateway_pb2.RewardGatewayServiceGetStatusRequest, _reward_gateway_pb2.RewardGatewayServiceGetStatusResponse]  # type: ignore[assignment]
     """Which domains are scored, and how well."""
 
@@ -87,10 +95,14 @@ class RewardGatewayServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def ScoreMany(
         self,
-        request: _reward_gateway_pb2.ScoreManyRequest,
+        request_iterator: _MaybeAsyncIterator[_reward_gateway_pb2.ScoreManyRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_reward_gateway_pb2.ScoreManyResponse], _abc.AsyncIterator[_reward_gateway_pb2.ScoreManyResponse]]:
-        """The same for many episodes, each answered as soon as it is scored. What is wrong with one is in its result."""
+        """The same for many episodes, each answered as soon as it is scored. What is wrong with one is in its result.
+
+        The first message asks for all of them. Later ones may cancel some, which are scored no further and not answered.
+        The call ends when none is left.
+        """
 
     @_abc_1.abstractmethod
     def GetStatus(

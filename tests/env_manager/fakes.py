@@ -245,9 +245,19 @@ class FakeRewards(reward_gateway_pb2_grpc.RewardGatewayServiceServicer):
     refuse: FarmError | None = None
     asked: list[reward_gateway_pb2.ScoredEpisode] = field(default_factory=list)
     requests: list[reward_gateway_pb2.ScoreRequest] = field(default_factory=list)
+    calls: list[list[int]] = field(default_factory=list)
+    """The members that each call asked for."""
+
+    cancelled: list[int] = field(default_factory=list)
+    """Members that a call asked for and then did not want."""
+
+    changed: Changed = field(default_factory=Changed)
 
     def register(self, server: aio.Server) -> None:
         reward_gateway_pb2_grpc.add_RewardGatewayServiceServicer_to_server(self, server)
+
+    async def until(self, reached: Callable[[], bool], seconds: float = 10.0) -> None:
+        assert await self.changed.first(lambda: reached() or None, seconds), "the gateway did not get there"
 
     async def Score(self, request: reward_gateway_pb2.ScoreRequest, context: Any) -> reward_gateway_pb2.ScoreResponse:
         self.asked.append(request.episode)
@@ -259,7 +269,7 @@ class FakeRewards(reward_gateway_pb2_grpc.RewardGatewayServiceServicer):
         return reward_gateway_pb2.ScoreResponse(reward=total, parts=[part])
 
     async def ScoreMany(
-        self, request: reward_gateway_pb2.ScoreManyRequest, context: Any
+        self, request_iterator: AsyncIterator[reward_gateway_pb2.ScoreManyRequest], context: Any
     ) -> AsyncIterator[reward_gateway_pb2.ScoreManyResponse]:
         async def result(index: int, each: reward_gateway_pb2.ScoreRequest) -> reward_gateway_pb2.ScoreResult:
             try:
@@ -267,8 +277,28 @@ class FakeRewards(reward_gateway_pb2_grpc.RewardGatewayServiceServicer):
             except FarmError as error:
                 return reward_gateway_pb2.ScoreResult(index=index, failure=to_failure(error))
 
-        for first in asyncio.as_completed([result(*each) for each in enumerate(request.requests)]):
-            yield reward_gateway_pb2.ScoreManyResponse(results=[await first])
+        asked = await anext(request_iterator)
+        members = [each.member for each in asked.requests]
+        self.calls.append(members)
+        tasks = [asyncio.create_task(result(*each)) for each in enumerate(asked.requests)]
+
+        async def cancel() -> None:
+            async for request in request_iterator:
+                for index in request.cancelled_indexes:
+                    self.cancelled.append(members[index])
+                    tasks[index].cancel()
+                self.changed.notify()
+
+        cancelling, scoring = asyncio.create_task(cancel()), set(tasks)
+        try:
+            while scoring:
+                done, scoring = await asyncio.wait(scoring, return_when=asyncio.FIRST_COMPLETED)
+                for each in done:
+                    if not each.cancelled():
+                        yield reward_gateway_pb2.ScoreManyResponse(results=[each.result()])
+        finally:
+            for each in (cancelling, *tasks):
+                each.cancel()
 
 
 def episode(

@@ -20,7 +20,6 @@ class PickyRewards(FakeRewards):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[list[int]] = []
         self.go = asyncio.Event()
 
     async def Score(self, request: pb.ScoreRequest, context: Any) -> pb.ScoreResponse:
@@ -29,11 +28,6 @@ class PickyRewards(FakeRewards):
         if request.member >= 10:
             await self.go.wait()
         return pb.ScoreResponse(reward=request.member)
-
-    async def ScoreMany(self, request: pb.ScoreManyRequest, context: Any) -> AsyncIterator[pb.ScoreManyResponse]:
-        self.calls.append([each.member for each in request.requests])
-        async for answer in super().ScoreMany(request, context):
-            yield answer
 
 
 @asynccontextmanager
@@ -74,16 +68,41 @@ async def test_a_slow_score_keeps_no_other_waiting_of_its_call_or_the_next() -> 
     assert rewards.calls == [[10, 1], [2]]
 
 
-async def test_one_that_nobody_waits_for_any_more_spoils_no_other() -> None:
+async def test_one_that_nobody_waits_for_any_more_is_cancelled_and_spoils_no_other() -> None:
     rewards = PickyRewards()
     async with serving(rewards.register) as address, asking(address) as scores:
         given_up, other = ask(scores, 10), ask(scores, 11)
         await ask(scores, 1)
         given_up.cancel()
+        await rewards.until(lambda: rewards.cancelled == [10])
         rewards.go.set()
         answer = await other
 
     assert (given_up.cancelled(), answer.reward) == (True, 11.0)
+
+
+async def test_what_nobody_waits_for_any_more_is_not_asked() -> None:
+    rewards = PickyRewards()
+    async with serving(rewards.register) as address, asking(address) as scores:
+        given_up, other = ask(scores, 1), ask(scores, 2)
+        await asyncio.sleep(0)
+        given_up.cancel()
+        await other
+
+    assert rewards.calls == [[2]]
+
+
+async def test_a_call_of_which_nothing_is_wanted_ends_and_is_not_made_again() -> None:
+    rewards = PickyRewards()
+    async with serving(rewards.register) as address, asking(address) as scores:
+        given_up = [ask(scores, 10), ask(scores, 11)]
+        await ask(scores, 1)
+        for each in given_up:
+            each.cancel()
+        await rewards.until(lambda: len(rewards.cancelled) == 2)
+        await ask(scores, 2)
+
+    assert (rewards.calls, sorted(rewards.cancelled)) == ([[10, 11, 1], [2]], [10, 11])
 
 
 async def test_what_was_not_answered_is_asked_of_the_gateway_that_serves_next() -> None:

@@ -61,14 +61,19 @@ class Asked:
         )
 
     async def many(
-        self, *episodes: Any, trace_ids: Sequence[str] = ()
+        self, *episodes: Any, trace_ids: Sequence[str] = (), unwanted: asyncio.Future[int] | None = None
     ) -> AsyncIterator[reward_gateway_pb2.ScoreManyResponse]:
         requests = [
             reward_gateway_pb2.ScoreRequest(episode=episode, trace_id=trace_id)
             for episode, trace_id in zip(episodes, trace_ids or [""] * len(episodes), strict=True)
         ]
-        request = reward_gateway_pb2.ScoreManyRequest(requests=requests)
-        async for answer in rpc.stream(self.stub.ScoreMany, request, timeout=30):
+
+        async def asked() -> AsyncIterator[reward_gateway_pb2.ScoreManyRequest]:
+            yield reward_gateway_pb2.ScoreManyRequest(requests=requests)
+            if unwanted is not None:
+                yield reward_gateway_pb2.ScoreManyRequest(cancelled_indexes=[await unwanted])
+
+        async for answer in rpc.stream(self.stub.ScoreMany, asked(), timeout=30):
             yield answer
 
     async def status(self) -> reward_gateway_pb2.RewardGatewayServiceGetStatusResponse:

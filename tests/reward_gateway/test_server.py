@@ -17,6 +17,7 @@ from rollfarm.errors import RewardFailed, UnknownDomain
 from rollfarm.reward import Episode
 from rollfarm.reward_server import RewardServicer
 from rollfarm.v1 import reward_gateway_pb2
+from tests.reward_gateway import rewards_of_ones_own as own
 from tests.reward_gateway.support import OWN, asking, config, episode, scoring, serving
 
 
@@ -70,6 +71,24 @@ async def test_each_of_many_goes_on_with_its_own_trace():
 
     found = {result.index: result.scored.parts[0].detail for result in answer.results}
     assert found == {0: "1" * 32, 1: "2" * 32}
+
+
+async def test_one_of_many_that_is_cancelled_is_scored_no_further_and_the_others_are():
+    own.GATE["rest"] = asyncio.Event()
+    unwanted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    async with scoring(config({"name": f"{OWN}:gated"})) as score:
+
+        async def ask() -> list[reward_gateway_pb2.ScoreManyResponse]:
+            return [answer async for answer in score.many(episode("never"), episode("rest"), unwanted=unwanted)]
+
+        asked = asyncio.create_task(ask())
+        await score.until(lambda domain: domain.running_count == 2)
+        unwanted.set_result(0)
+        await score.until(lambda domain: domain.running_count == 1)
+        own.GATE["rest"].set()
+        answers = await asked
+
+    assert [[result.index for result in answer.results] for answer in answers] == [[1]]
 
 
 async def test_a_caller_of_many_that_hangs_up_leaves_no_score_running():
