@@ -113,8 +113,8 @@ class EngineConfig(Config):
     that a turn computes only its new tokens."""
 
     weights_seconds: float = Field(default=60.0, gt=0)
-    """How long one broadcast, and the meeting of a weight group, may take. A sender that is silent for longer has
-    vanished; the old weights keep serving."""
+    """How long one broadcast may take, with the up to three before it that are still on their way, and how long the
+    meeting of a weight group. A sender that is silent for longer has vanished; the old weights keep serving."""
 
     vllm: VllmConfig = VllmConfig()
     """For the adapter "vllm" alone."""

@@ -116,8 +116,7 @@ class _GlooWire:
         options._timeout = timeout
         connections = max(1, group.connection_count)
         options._devices = [ProcessGroupGloo.create_device(hostname=address) for _ in range(connections)]
-        options._threads = connections  # A broadcast that waits for its turn has no deadline yet.
-        self.under_way = 2 * connections
+        options._threads = self.under_way = 2 * connections
         self._group: Any = ProcessGroupGloo(store, group.rank, group.world_size, options)
 
     def begin(self, buffer: Tensor) -> Arrived:

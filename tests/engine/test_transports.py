@@ -4,7 +4,6 @@ In one process, over real sockets and files; llm_proxy is played by a function t
 """
 
 import asyncio
-import time
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,12 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from llm_proxy.engine.groups import Group
 from llm_proxy.engine.layout import Layout, copy_shared
 from rollfarm import rpc, stored
 from rollfarm.error_wire import to_failure
 from rollfarm.errors import FarmError, InvalidArgument, WeightsBaseMismatch, WeightsFailed
-from rollfarm.threads import in_thread
 from rollfarm.v1 import engine_pb2, engine_pb2_grpc, llm_proxy_pb2
-from tests.engine.kit import SECONDS, Host, Reference, Sender, connect, embedded_root, other_weights, prompts, serve
+from tests.engine.kit import SECONDS, Host, Reference, connect, embedded_root, other_weights, prompts, serve
 from tests.engine.process import Process
 from trainer.weights import files, groups
 from trainer.weights.groups import Links
@@ -171,23 +168,6 @@ async def test_weights_come_by_as_many_connections_as_the_trainer_says(
 
     assert [each.group.connection_count for each in stager.begun[-1].transfers] == [connections]
     await assert_serves(embedded, tensors)
-
-
-async def test_each_broadcast_of_a_slow_sender_may_take_all_the_time() -> None:
-    sender = Sender.invite()
-    _, group = await asyncio.gather(in_thread(sender.join), in_thread(lambda: Group(sender.group, seconds=1.0)))
-
-    def send() -> None:
-        for number in (1, 2):
-            time.sleep(0.6)
-            sender.process_group.broadcast(torch.full((8,), number), 0).wait()
-
-    def receive() -> list[int]:
-        return [int(buffer[0]) for buffer in group.receive([torch.zeros(8, dtype=torch.long) for _ in range(2)])]
-
-    _, received = await asyncio.gather(in_thread(send), in_thread(receive))
-
-    assert received == [1, 2]
 
 
 @pytest.mark.slow

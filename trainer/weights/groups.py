@@ -52,7 +52,7 @@ class GlooGroup:
         options._timeout = timeout
         # Left to itself, gloo listens where the machine's own name leads: on a stock Debian to 127.0.1.1.
         options._devices = [ProcessGroupGloo.create_device(hostname=host) for _ in range(CONNECTIONS)]
-        options._threads = CONNECTIONS  # A broadcast that waits for its turn has no deadline yet.
+        options._threads = self.under_way
         self._group: Any = ProcessGroupGloo(store, 0, 2, options)
         self._options = BroadcastOptions()
         self._options.rootRank = 0
