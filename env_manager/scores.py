@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from google.rpc import code_pb2
+
 from rollfarm import rpc
 from rollfarm.error_wire import from_failure
 from rollfarm.errors import FarmError, Unavailable, is_retryable
@@ -56,7 +58,7 @@ class Scores:
                     asked = asked[len(portion) :]
 
     async def _insist(self, asked: Sequence[_Waiting]) -> None:
-        """Have all of it answered, again and again while reward_gateway is away."""
+        """Have all of it answered, again and again while reward_gateway is away or older."""
         loop = asyncio.get_running_loop()
         end, backoff = loop.time() + self._seconds, rpc.FIRST_RETRY_SECONDS
         while True:
@@ -64,7 +66,7 @@ class Scores:
             asked = _unsettled(asked)
             if not asked:
                 return
-            if not is_retryable(error) or loop.time() + backoff >= end:
+            if not _may_pass(error) or loop.time() + backoff >= end:
                 break
             await asyncio.sleep(backoff * random.uniform(0.5, 1))
             backoff = min(2 * backoff, rpc.LAST_RETRY_SECONDS)
@@ -85,6 +87,11 @@ class Scores:
         finally:
             unwanted.put_nowait(None)
         return Unavailable("reward_gateway ended the call.")
+
+
+def _may_pass(error: FarmError) -> bool:
+    """Whether another attempt may succeed. While reward_gateway is upgraded, an older one may not know the call yet."""
+    return is_retryable(error) or error.code == code_pb2.UNIMPLEMENTED
 
 
 def _unsettled(asked: Sequence[_Waiting]) -> list[_Waiting]:

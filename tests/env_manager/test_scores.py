@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
+import grpc
 import pytest
 
 from env_manager.scores import Scores
@@ -118,6 +119,28 @@ async def test_what_was_not_answered_is_asked_of_the_gateway_that_serves_next() 
                 answer = await slow
 
     assert (answer.reward, first.calls, second.calls) == (10.0, [[10, 1]], [[10]])
+
+
+class OldRewards(FakeRewards):
+    """Has only the calls of an earlier version."""
+
+    async def ScoreMany(self, request_iterator: Any, context: Any) -> AsyncIterator[pb.ScoreManyResponse]:
+        self.calls.append([])
+        self.changed.notify()
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+        yield pb.ScoreManyResponse()
+
+
+async def test_a_gateway_that_does_not_know_the_call_yet_is_asked_again_until_it_is_upgraded() -> None:
+    old, new = OldRewards(), PickyRewards()
+    async with AsyncExitStack() as life:
+        address = await life.enter_async_context(serving(old.register))
+        async with asking(address) as scores:
+            answer = ask(scores, 1)
+            await old.until(lambda: old.calls != [])
+            await life.aclose()
+            async with serving(new.register, int(address.rpartition(":")[2])):
+                assert (await answer).reward == 1.0
 
 
 async def test_without_an_answer_in_time_each_is_told_so() -> None:
