@@ -10,7 +10,7 @@ from rollfarm.ports import free_ports
 ROOT = Path(__file__).parents[1]
 DEMO = ROOT / "examples" / "demo.toml"
 
-SMALL_MODEL = {"model.create.hidden_size": "64", "trainer.lr": "1e-3"}
+SMALL_MODEL = {"model.create.hidden_size": "64", "trainer.lr": "1e-3", "trainer.lr_schedule": "constant"}
 """Flags over the demo: 86,000 parameters, for load tests of which the model is no part."""
 
 

@@ -24,6 +24,7 @@ def race(folder: Path, *, seed: int, alpha: float) -> Raced:
         "run.steps": str(MAX_STEPS),
         "model.path": str(folder / f"model-{seed}"),
         "model.create.seed": str(seed),
+        "trainer.lr_schedule": "constant",
         "trainer.validation_episodes": "0",
         "trainer.checkpoint_every": str(MAX_STEPS),
     }
