@@ -92,7 +92,8 @@ async def _cancel(
     """Cancel what the caller names, for as long as it does."""
     async for request in requests:
         for index in request.cancelled_indexes:
-            scoring[index].cancel()
+            if 0 <= index < len(scoring):
+                scoring[index].cancel()
 
 
 def _status(domain: Domain) -> reward_gateway_pb2.DomainStatus:

@@ -166,7 +166,9 @@ class ScoreManyRequest(_message.Message):
 
     @_builtins.property
     def cancelled_indexes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Positions, from 0, of requests whose scores nobody waits for any more. One that is answered already is left alone."""
+        """Positions, from 0, of requests whose scores nobody waits for any more. What is answered already, or was never asked
+        for, is left alone.
+        """
 
     def __init__(
         self,

@@ -75,6 +75,21 @@ MODELS = {
 Output = tuple[list[int], list[float]]
 
 
+def runner_of(architecture: str, folder: Path) -> Runner:
+    """Of a random model, which is also left in the folder."""
+    torch.manual_seed(0)
+    MODELS[architecture]().save_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=NAME).eval()
+    return Runner(model, slots=8, context_tokens=0, kv_cache_bytes=10**7)
+
+
+def assert_logprobs_agree(folder: Path, asked: list[list[int]], outputs: list[Output]) -> None:
+    """With those of a plain forward pass of the folder's model."""
+    reference = Reference(folder)
+    for prompt, (ids, logprobs) in zip(asked, outputs, strict=True):
+        np.testing.assert_allclose(logprobs, reference.chosen(prompt, ids), atol=1e-4)
+
+
 def generate(runner: Runner, asked: list[list[int]], count: int, *, step_tokens: int, at_once: int = 1) -> list[Output]:
     """Every prompt's output and its log-probabilities; `at_once` prompts come with each step."""
     batching = Batching(slot_count=8, row_count=runner.row_count, step_tokens=step_tokens)
@@ -96,17 +111,11 @@ def generate(runner: Runner, asked: list[list[int]], count: int, *, step_tokens:
 
 @pytest.mark.parametrize("architecture", MODELS)
 def test_logprobs_agree_for_other_architectures_and_prompts_in_pieces(architecture: str, tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    MODELS[architecture]().save_pretrained(tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=NAME).eval()
-    runner = Runner(model, slots=8, context_tokens=0, kv_cache_bytes=10**7)
-    asked = prompts(10, shortest=2, longest=40)
+    runner, asked = runner_of(architecture, tmp_path), prompts(10, shortest=2, longest=40)
 
     outputs = generate(runner, asked, 12, step_tokens=17)
 
-    reference = Reference(tmp_path)
-    for prompt, (ids, logprobs) in zip(asked, outputs, strict=True):
-        np.testing.assert_allclose(logprobs, reference.chosen(prompt, ids), atol=1e-4)
+    assert_logprobs_agree(tmp_path, asked, outputs)
 
 
 @pytest.mark.parametrize("architecture", MODELS)
@@ -114,18 +123,12 @@ def test_logprobs_agree_for_other_architectures_and_prompts_in_pieces(architectu
 def test_logprobs_agree_whether_prompts_are_looked_at_together_or_alone(
     architecture: str, short: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torch.manual_seed(0)
     monkeypatch.setattr(attention, "SHORT", short)
-    MODELS[architecture]().save_pretrained(tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=NAME).eval()
-    runner = Runner(model, slots=8, context_tokens=0, kv_cache_bytes=10**7)
-    asked = prompts(12, shortest=2, longest=40)
+    runner, asked = runner_of(architecture, tmp_path), prompts(12, shortest=2, longest=40)
 
     outputs = generate(runner, asked, 6, step_tokens=90, at_once=4)
 
-    reference = Reference(tmp_path)
-    for prompt, (ids, logprobs) in zip(asked, outputs, strict=True):
-        np.testing.assert_allclose(logprobs, reference.chosen(prompt, ids), atol=1e-4)
+    assert_logprobs_agree(tmp_path, asked, outputs)
 
 
 @given(st.lists(st.integers(2, attention.SHORT), min_size=1, max_size=64))
@@ -146,11 +149,9 @@ def test_an_attention_with_what_the_engine_would_leave_out_is_refused() -> None:
 
 
 def test_the_last_layer_works_where_a_token_is_sampled_and_the_others_everywhere(tmp_path: Path) -> None:
-    MODELS["llama"]().save_pretrained(tmp_path)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=NAME).eval()
-    runner = Runner(model, slots=8, context_tokens=0, kv_cache_bytes=10**7)
+    runner = runner_of("llama", tmp_path)
     seen: list[int] = []
-    for name, module in model.named_modules():
+    for name, module in runner.model.named_modules():
         if name.endswith("down_proj"):
             module.register_forward_hook(lambda module, given, made: seen.append(len(given[0][0])))
 

@@ -61,7 +61,7 @@ class Asked:
         )
 
     async def many(
-        self, *episodes: Any, trace_ids: Sequence[str] = (), unwanted: asyncio.Future[int] | None = None
+        self, *episodes: Any, trace_ids: Sequence[str] = (), unwanted: asyncio.Future[list[int]] | None = None
     ) -> AsyncIterator[reward_gateway_pb2.ScoreManyResponse]:
         requests = [
             reward_gateway_pb2.ScoreRequest(episode=episode, trace_id=trace_id)
@@ -71,7 +71,7 @@ class Asked:
         async def asked() -> AsyncIterator[reward_gateway_pb2.ScoreManyRequest]:
             yield reward_gateway_pb2.ScoreManyRequest(requests=requests)
             if unwanted is not None:
-                yield reward_gateway_pb2.ScoreManyRequest(cancelled_indexes=[await unwanted])
+                yield reward_gateway_pb2.ScoreManyRequest(cancelled_indexes=await unwanted)
 
         async for answer in rpc.stream(self.stub.ScoreMany, asked(), timeout=30):
             yield answer

@@ -75,7 +75,7 @@ async def test_each_of_many_goes_on_with_its_own_trace():
 
 async def test_one_of_many_that_is_cancelled_is_scored_no_further_and_the_others_are():
     own.GATE["rest"] = asyncio.Event()
-    unwanted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    unwanted: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
     async with scoring(config({"name": f"{OWN}:gated"})) as score:
 
         async def ask() -> list[reward_gateway_pb2.ScoreManyResponse]:
@@ -83,7 +83,7 @@ async def test_one_of_many_that_is_cancelled_is_scored_no_further_and_the_others
 
         asked = asyncio.create_task(ask())
         await score.until(lambda domain: domain.running_count == 2)
-        unwanted.set_result(0)
+        unwanted.set_result([2, -1, 0])
         await score.until(lambda domain: domain.running_count == 1)
         own.GATE["rest"].set()
         answers = await asked
