@@ -95,6 +95,11 @@ class Chunk:
     failure: FarmError | None = None
     """Set, on the last chunk, when the request was refused."""
 
+    @property
+    def is_last(self) -> bool:
+        """Whether nothing follows."""
+        return self.finish is not None or self.failure is not None
+
     def add(self, token: int, logprob: float, version: int) -> None:
         """Append one token that was sampled under `version`."""
         self.token_ids.append(token)

@@ -43,8 +43,15 @@ class _Stream:
 
     def put(self, chunk: Chunk) -> None:
         """Send a chunk with what else waits."""
-        if chunk.finish is not None or chunk.failure is not None:
+        if chunk.is_last:
             self.open.discard(chunk.key)
+        self._send(chunk)
+
+    def refuse(self, key: str, failure: FarmError) -> None:
+        """Answer a request that was not begun. One that is open under the same key goes on."""
+        self._send(Chunk(key, failure=failure))
+
+    def _send(self, chunk: Chunk) -> None:
         self._chunks.append(chunk.to_proto(chunk.key.removeprefix(self.prefix)))
         self.changed.set()
 
@@ -122,7 +129,7 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
                     trace_id=generation.trace_id,
                     cause=str(failure),
                 )
-                stream.put(Chunk(key, failure=failure))
+                stream.refuse(key, failure)
         if accepted:
             self._adapter.submit(accepted)
 

@@ -20,6 +20,7 @@ class Silent:
 
     def __init__(self) -> None:
         self.keys: list[str] = []
+        self.cancelled: list[str] = []
         self.has_requests = asyncio.Event()
 
     def submit(self, requests: Any) -> None:
@@ -27,7 +28,7 @@ class Silent:
         self.has_requests.set()
 
     def cancel(self, keys: Any) -> None:
-        pass
+        self.cancelled += keys
 
 
 async def asked(*request_ids: str) -> AsyncIterator[engine_pb2.EngineServiceGenerateRequest]:
@@ -63,3 +64,17 @@ async def test_chunks_that_follow_a_message_closely_travel_together(monkeypatch:
     assert [chunk.request_id for chunk in alone.chunks] == ["a"]
     assert [chunk.request_id for chunk in together.chunks] == ["b", "c"]
     await messages.aclose()
+
+
+async def test_a_request_goes_on_and_can_be_cancelled_when_its_id_is_sent_again() -> None:
+    adapter: Any = Silent()
+    context: Any = None
+    servicer = EngineServicer(adapter)
+    messages: Any = servicer.Generate(asked("a", "a"), context)
+
+    (refused,) = (await anext(messages)).chunks
+    await servicer.Cancel(engine_pb2.EngineServiceCancelRequest(request_ids=["a"]), context)
+    await messages.aclose()
+
+    assert refused.failure.reason == "INVALID_ARGUMENT"
+    assert adapter.cancelled == adapter.keys * 2
