@@ -87,7 +87,8 @@ def _model(kind: Kind) -> PreTrainedModel:
         case "qwen3_vl":
             tower = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 1, "out_hidden_size": 64}
             tower |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 64, "patch_size": 14}
-            return Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=_TEXT, vision_config=tower, **_IDS))
+            text = _TEXT | {"rope_parameters": _TEXT["rope_parameters"] | {"mrope_interleaved": True}}
+            return Qwen3VLForConditionalGeneration(Qwen3VLConfig(text_config=text, vision_config=tower, **_IDS))
 
 
 def make_model(folder: Path, kind: Kind = "qwen2_5_vl", *, seed: int = 0) -> Path:

@@ -4,6 +4,7 @@ import asyncio
 import base64
 import subprocess
 from collections.abc import Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from rollfarm.tokens import pack_ids
 from rollfarm.v1 import engine_pb2, trajectory_pb2
 from tests.engine.kit import Answer, Host, serve
 from tests.engine.stand_in import VllmStandIn, attached_root, choice
-from tests.vision import BEGIN, FINISH, IDS, IMAGE_ID, WORDS, Reference, make_model, other_weights, picture
+from tests.vision import BEGIN, FINISH, IDS, IMAGE_ID, WORDS, Kind, Reference, make_model, other_weights, picture
 
 ALIKE = 1e-4
 GENERATE = "/inference/v1/generate"
@@ -97,6 +98,35 @@ async def test_vllm_is_sent_one_token_for_each_image_and_the_image(sighted_model
     assert [part["url"] for part in body["content_parts"]] == [
         f"data:image/png;base64,{base64.b64encode(data).decode()}" for data in (WIDE, SMALL)
     ]
+    assert [part["uuid"] for part in body["content_parts"]] == [
+        f"{stand_in.label}/{sha256(data).hexdigest()}" for data in (WIDE, SMALL)
+    ]
+
+
+@pytest.mark.parametrize(("failures", "is_answered"), [(1, True), (2, False)])
+async def test_a_vllm_that_lost_an_image_is_sent_it_once_more(
+    sighted_model: Path, failures: int, is_answered: bool
+) -> None:
+    bodies: list[Any] = []
+
+    def said(body: Any) -> tuple[int, Any]:
+        if body is None:
+            return 405, {}
+        if "content_parts" not in body:
+            return stand_in.generated(body)
+        bodies.append(body)
+        if len(bodies) <= failures:
+            return 500, {"error": {"message": "Internal server error"}}
+        return 200, {"choices": [choice(3, stand_in.label)], "prompt_token_ids": PROMPT}
+
+    with VllmStandIn(str(sighted_model)) as stand_in:
+        stand_in.vocabulary_size, stand_in.answers[GENERATE] = len(WORDS), said
+        async with serve(attached_root(sighted_model, stand_in.url)) as host:
+            answer = await ask(host, PROMPT, images.write_once(SEEN, set()), count=3)
+
+    assert len(bodies) == 2
+    assert bodies[0] == bodies[1]
+    assert (answer.ids, answer.failure is None) == (([0, 1, 2], True) if is_answered else ([], False))
 
 
 @pytest.mark.parametrize(
@@ -134,22 +164,27 @@ async def test_a_vllm_that_makes_other_tokens_of_the_images_fails_the_request(si
 
 @pytest.mark.slow
 @pytest.mark.timeout(500)
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
 async def test_vllm_sees_what_the_reference_sees_and_takes_new_weights_of_the_tower(
-    sighted_model: Path, sighted_vllm: Path
+    kind: Kind, sighted_vllm: Path, tmp_path: Path
 ) -> None:
+    sighted_model = make_model(tmp_path / "model", kind)
     vllm = VllmConfig(python=sighted_vllm, start_seconds=300)
     engine = EngineConfig(adapter="vllm", kv_cache=64_000_000, slots=8, vllm=vllm)  # pyright: ignore[reportArgumentType]
-    tensors = other_weights(sighted_model, seed=1)
+    tensors, others = (other_weights(sighted_model, seed=seed) for seed in (1, 2))
 
     async with serve(EngineRoot(model=ModelConfig(path=str(sighted_model)), engine=engine)) as host:
         begun = await ask(host, PROMPT, images.write_once(SEEN, set()))
         await host.publish(tensors)
         updated = await ask(host, PROMPT, images.write_once(SEEN, set()))
+        await host.publish(others, engine_pb2.UPDATE_MODE_KEEP_CACHE)
+        again = await ask(host, PROMPT, images.write_once(SEEN, set()))
 
-    assert (set(begun.versions), set(updated.versions)) == ({0}, {1})
+    assert (set(begun.versions), set(updated.versions), set(again.versions)) == ({0}, {1}, {2})
     assert distance(begun, Reference(sighted_model)) < ALIKE
     assert distance(updated, Reference(sighted_model, tensors)) < ALIKE
     assert distance(updated, Reference(sighted_model)) > 100 * ALIKE
+    assert distance(again, Reference(sighted_model, others)) < ALIKE
 
 
 def distance(answer: Answer, reference: Reference) -> float:

@@ -231,7 +231,7 @@ class VllmServer:
         self._folder.cleanup()
 
     async def generate(self, request: Request, *, cache_key: str) -> Chunk:
-        answer = await self.http.ask(_GENERATE, _Generated, self._body(request, cache_salt=cache_key))
+        answer = await self._answer(self._body(request, cache_salt=cache_key))
         if request.images and answer.prompt_token_ids != request.prompt.tolist():
             raise EngineFailed("vLLM makes other tokens of the images than env_manager: give both the same model.")
         chunk = self._chunk(answer.choices[0], request)
@@ -239,6 +239,16 @@ class VllmServer:
             _GENERATE, chunk, vocabulary_size=self._limits.vocabulary_size, top_logprobs=request.top_logprobs
         )
         return chunk
+
+    async def _answer(self, body: Mapping[str, Any]) -> _Generated:
+        """One half of vLLM forgets images a moment before the other when its caches are cleared. What asks for one
+        meanwhile fails, and succeeds when it is sent again."""
+        try:
+            return await self.http.ask(_GENERATE, _Generated, body)
+        except EngineFailed:
+            if "content_parts" not in body:
+                raise
+        return await self.http.ask(_GENERATE, _Generated, body)
 
     def _body(self, request: Request, *, cache_salt: str) -> dict[str, Any]:
         # Of k candidates vLLM gives one place to the sampled token, however unlikely it is.
@@ -262,7 +272,7 @@ class VllmServer:
             "sampling_params": sampling,
             "stream": False,
             "cache_salt": cache_salt,
-            **(_with_images(request) if request.images else {}),
+            **(_with_images(request, cache_salt=cache_salt) if request.images else {}),
         }
 
     def _chunk(self, choice: _Choice, request: Request) -> Chunk:
@@ -310,8 +320,9 @@ class VllmServer:
         await self.http.check(seconds)
 
 
-def _with_images(request: Request) -> dict[str, Any]:
-    """The prompt with one token for each image, which vLLM makes as many of as it takes."""
+def _with_images(request: Request, *, cache_salt: str) -> dict[str, Any]:
+    """The prompt with one token for each image, which vLLM makes as many of as it takes. What its vision tower made of
+    an image it keeps by the name that the image has, so each version's have other names."""
     kept = np.ones(len(request.prompt), np.bool_)
     for image in request.images:
         kept[image.offset + 1 : image.offset + image.count] = False
@@ -321,7 +332,7 @@ def _with_images(request: Request) -> dict[str, Any]:
             {
                 "type": "image_url",
                 "url": f"data:{image.media_type};base64,{base64.b64encode(image.data).decode()}",
-                "uuid": sha256(image.data).hexdigest(),
+                "uuid": f"{cache_salt}/{sha256(image.data).hexdigest()}",
             }
             for image in request.images
         ],
