@@ -108,6 +108,17 @@ def test_the_score_is_shared_out_to_actions_and_its_rest_goes_to_the_last() -> N
     ]
 
 
+def test_an_action_without_tokens_is_paid_at_the_last_token_before_it() -> None:
+    # Of two trajectories each ends with an action that says nothing; the second begins with one, which no token earned.
+    spoke = Episode(0, 1.0, [0.25, 0.0], [-1, -1], [2, 0])
+    waited = Episode(0, 3.0, [1.0, 0.5, 0.0], [-1, -1, -1], [0, 1, 0])
+    samples = samples_of([spoke, waited])
+
+    assert samples.credit_P().tolist() == [0.0, 1.0, 2.0]
+    assert advantages.reinforce(samples).tolist() == [1.0, 1.0, 2.0]
+    assert advantages.gae(replace(samples, value_P=f64([0.5, 0.5, 0.5])), lam=0.0).tolist() == [0.0, 0.5, 1.5]
+
+
 def test_gigpo_compares_actions_that_were_taken_in_the_same_state() -> None:
     won = Episode(0, 1.0, [0.0, 1.0], [5, 6], [1, 1])
     lost = Episode(0, 0.0, [0.0, 0.0], [5, 7], [1, 1])

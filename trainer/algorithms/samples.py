@@ -39,7 +39,7 @@ class Samples:
     """i64, a number for each state of each group, in which the action was taken; -1 where it is not known."""
 
     action_P: Tensor
-    """i64, the action of each token, ascending."""
+    """i64, the action of each token, ascending. An action without tokens is the policy's saying nothing."""
 
     penalty_P: Tensor | None = None
     """f64, what each token is charged, in units of reward. None charges nothing."""
@@ -74,10 +74,12 @@ class Samples:
         return self._paid_K() - sum_by(self.penalty_P, self.action_P, len(self.trajectory_K))
 
     def credit_P(self) -> Tensor:
-        """f64, what each token earned: what its action was paid at the action's last token; less what it is charged."""
-        is_last_P = torch.ones_like(self.action_P, dtype=torch.bool)
-        is_last_P[:-1] = self.action_P[1:] != self.action_P[:-1]
-        paid_P = torch.where(is_last_P, self._paid_K()[self.action_P], 0.0)
+        """f64, what each token earned, less what it is charged: an action is paid at its last token, and one without
+        tokens at the trajectory's last token before it."""
+        until_K = count_by(self.action_P, len(self.trajectory_K)).cumsum(0)
+        writer_P = torch.cat([self.trajectory_P.new_full((1,), -1), self.trajectory_P])
+        paid_K = torch.where(writer_P[until_K] == self.trajectory_K, self._paid_K(), 0.0)
+        paid_P = sum_by(paid_K, until_K, len(writer_P))[1:]
         return paid_P if self.penalty_P is None else paid_P - self.penalty_P
 
     def _paid_K(self) -> Tensor:
