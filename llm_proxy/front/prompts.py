@@ -89,7 +89,7 @@ class Prompter:
     def __init__(self, chat: ChatTemplate) -> None:
         self._chat = chat
         self._encoded = lru_cache(REMEMBERED)(chat.encode)
-        self._plain_instructions = lru_cache(REMEMBERED)(self._instructions)
+        self._short_instructions = lru_cache(REMEMBERED)(self._instructions)
         self._suffixes = Suffixes(chat)
 
     def encode(self, text: str) -> list[int]:
@@ -179,7 +179,8 @@ class Prompter:
 
     def _system_length(self, first: Message, tools: Sequence[Tool], ids: list[int]) -> int:
         """How many tokens are instructions; 0 where the template does not keep them apart."""
-        alone = self._instructions(first, tools) if tools else self._plain_instructions(first)
+        is_short = not tools and len(first.content) <= SHORT
+        alone = self._short_instructions(first) if is_short else self._instructions(first, tools)
         return len(alone) if ids[: len(alone)] == alone and len(alone) < len(ids) else 0
 
     def _instructions(self, first: Message, tools: Sequence[Tool] = ()) -> list[int]:

@@ -1,5 +1,7 @@
 """The pure parts of the front door: prompts and records, replies, and text as it comes."""
 
+import tracemalloc
+
 import pytest
 
 from llm_proxy.front import record as records
@@ -60,6 +62,20 @@ def test_a_continuation_equals_the_templates_rendering_of_the_whole():
     whole = models.chat().render([message.shown for message in messages])
     assert shown(prompt) == whole
     assert models.decode(tokens.unpack_ids(prompt.shown[0].token_ids).tolist()).startswith("\n<|im_start|>user\nWhy?")
+
+
+def test_long_instructions_are_not_kept_once_their_sessions_are_over():
+    prompter, size = Prompter(models.chat()), 100_000
+    tracemalloc.start()
+    try:
+        for number in range(10):
+            long = Message(SYSTEM, f"{number} ".ljust(size, "x"))
+            prompter.chat(Conversation((long, HELLO), ()), Record())
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert kept < 2 * size
 
 
 def test_a_reply_that_was_cut_is_ended_as_the_template_ends_it():
