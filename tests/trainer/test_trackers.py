@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from structlog.testing import capture_logs
 
 from rollfarm.config import ConfigError
 from trainer.progress import Progress, StepReport, ValidationReport
@@ -202,17 +203,38 @@ def test_what_a_tracker_refuses_is_counted_and_the_rest_goes_on(tmp_path: Path) 
     assert tracker.closed
 
 
+def test_the_next_life_tells_a_tracker_what_comes_after_the_last_entry_that_it_took(tmp_path: Path) -> None:
+    live(Refuses(), tmp_path, name="noted", first=0, last=3)
+    second = Noted()
+
+    live(second, tmp_path, name="noted", first=4, last=4)
+
+    # Steps 2 and 4 were refused; only 4 was behind all that was taken.
+    assert second.told == [("log", 4), ("log", 4), ("log", 5)]
+
+
 def test_a_tracker_that_cannot_begin_is_off_and_everything_for_it_is_counted(tmp_path: Path) -> None:
     feed = feed_of(Dead(), tmp_path)
     progress = progress_of(feed, tmp_path)
-    progress.resume(0)
-    progress.stepped(report(0))
-    close(feed)
+    with capture_logs() as logs:
+        progress.resume(0)
+        progress.stepped(report(0))
+        close(feed)
 
     progress.stepped(report(1))
 
     assert feed.lost >= 1
     assert [each.step for each in progress.steps] == [0, 1]
+    assert "tracker is off until the trainer starts again" in [line["event"] for line in logs]
+
+
+def test_a_tracker_that_could_not_begin_is_told_everything_by_the_next_life(tmp_path: Path) -> None:
+    live(Dead(), tmp_path, name="noted", first=0, last=1)
+    second = Noted()
+
+    live(second, tmp_path, name="noted", first=2, last=2)
+
+    assert second.told == [("log", 1), ("log", 2), ("log", 3)]
 
 
 def test_one_that_hangs_drops_what_is_too_much_and_holds_up_neither_a_step_nor_the_end(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 A feed remembers in RUN/trackers/NAME.json how far the tracker was told. What lies before that is never told again, so
 the steps that a crash repeats appear once; what lies behind it and was measured before is told when the feed starts.
+Steps only go up, as some trackers want them: what was refused or dropped before one that was taken is never told.
 """
 
 import json
@@ -146,6 +147,7 @@ class Feed:
         run = TrackedRun(self._run, mark.tracking_id, self._folder, mark.step)
         if not self._attempt("begin", lambda: self._tracker.begin(run, self._config)):
             self._is_off = True
+            log.warning("tracker is off until the trainer starts again", tracker=self.name)
             self._lose(self._drain())
             return
         for entry in history:

@@ -42,7 +42,8 @@ class Tracker(Protocol):
     """What has to be importable."""
 
     def begin(self, run: TrackedRun, config: Mapping[str, Any]) -> None:
-        """Open the run, or go on with it. `config` is the trainer's, as plain JSON with passwords masked."""
+        """Open the run, or go on with it. `config` is the trainer's, as plain JSON with passwords masked. Where it
+        raises, nothing more is called until the trainer starts again."""
         ...
 
     def log(self, step: int, metrics: Mapping[str, float], time: float) -> None:
