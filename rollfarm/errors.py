@@ -244,14 +244,14 @@ class QuotaExceeded(FarmError):
 
 
 class Unsupported(FarmError):
-    """The engine cannot do this, or not as it was started.
+    """The service cannot do this, or not as it was started.
 
-    Raised by the engine; the operator starts it otherwise.
+    Raised by the engine, whose operator starts it otherwise, and by an evaluation in the trainer's place.
     """
 
     code = code_pb2.UNIMPLEMENTED
     reason = "UNSUPPORTED"
-    remedy = "Start the engine with what this needs, or do without."
+    remedy = "Start it with what this needs, or do without."
 
 
 class HttpDisabled(FarmError):

@@ -5,7 +5,7 @@ from typing import Any
 
 from grpc import aio
 
-from rollfarm.errors import DeadlineExceeded
+from rollfarm.errors import DeadlineExceeded, Unsupported
 from rollfarm.service import poll_seconds
 from rollfarm.v1 import trainer_pb2, trainer_pb2_grpc
 from trainer.controls import Controls
@@ -19,7 +19,8 @@ Context = aio.ServicerContext[Any, Any]
 class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     """Answers from Progress, passes requests on to Controls."""
 
-    def __init__(self, progress: Progress, controls: Controls) -> None:
+    def __init__(self, progress: Progress, controls: Controls | None) -> None:
+        """Without `controls` nothing is learnt here."""
         self._progress = progress
         self._controls = controls
 
@@ -40,13 +41,13 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     async def Pause(
         self, request: trainer_pb2.TrainerServicePauseRequest, context: Context
     ) -> trainer_pb2.TrainerServicePauseResponse:
-        self._controls.pause(True)
+        self._require_controls().pause(True)
         return trainer_pb2.TrainerServicePauseResponse()
 
     async def Resume(
         self, request: trainer_pb2.TrainerServiceResumeRequest, context: Context
     ) -> trainer_pb2.TrainerServiceResumeResponse:
-        self._controls.pause(False)
+        self._require_controls().pause(False)
         return trainer_pb2.TrainerServiceResumeResponse()
 
     async def Checkpoint(
@@ -54,7 +55,13 @@ class TrainerServicer(trainer_pb2_grpc.TrainerServiceServicer):
     ) -> trainer_pb2.CheckpointResponse:
         try:
             async with asyncio.timeout(poll_seconds(context, most=600)):
-                path, step_count = await self._controls.checkpoint()
+                path, step_count = await self._require_controls().checkpoint()
         except TimeoutError:
             raise DeadlineExceeded("The step at hand is not done yet; its checkpoint will be saved.") from None
         return trainer_pb2.CheckpointResponse(path=str(path), step_count=step_count)
+
+    def _require_controls(self) -> Controls:
+        """Raises Unsupported."""
+        if self._controls is None:
+            raise Unsupported("Nothing is learnt here, so there is nothing to pause or to save.")
+        return self._controls

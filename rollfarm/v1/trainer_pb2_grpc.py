@@ -27,6 +27,8 @@ if _version_not_supported:
 
 class TrainerServiceStub(object):
     """Served by the trainer's rank 0, for people and their tools.
+
+    Errors of Pause, Resume and Checkpoint: UNIMPLEMENTED/UNSUPPORTED (an evaluation serves in its place).
     """
 
     def __init__(self, channel):
@@ -64,6 +66,8 @@ class TrainerServiceStub(object):
 
 class TrainerServiceServicer(object):
     """Served by the trainer's rank 0, for people and their tools.
+
+    Errors of Pause, Resume and Checkpoint: UNIMPLEMENTED/UNSUPPORTED (an evaluation serves in its place).
     """
 
     def GetProgress(self, request, context):
@@ -143,6 +147,8 @@ def add_TrainerServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class TrainerService(object):
     """Served by the trainer's rank 0, for people and their tools.
+
+    Errors of Pause, Resume and Checkpoint: UNIMPLEMENTED/UNSUPPORTED (an evaluation serves in its place).
     """
 
     @staticmethod

@@ -27,7 +27,10 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class TrainerServiceStub:
-    """Served by the trainer's rank 0, for people and their tools."""
+    """Served by the trainer's rank 0, for people and their tools.
+
+    Errors of Pause, Resume and Checkpoint: UNIMPLEMENTED/UNSUPPORTED (an evaluation serves in its place).
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -52,7 +55,10 @@ class TrainerServiceStub:
 
 @_typing.type_check_only
 class TrainerServiceAsyncStub(TrainerServiceStub):
-    """Served by the trainer's rank 0, for people and their tools."""
+    """Served by the trainer's rank 0, for people and their tools.
+
+    Errors of Pause, Resume and Checkpoint: UNIMPLEMENTED/UNSUPPORTED (an evaluation serves in its place).
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetProgress: _aio.UnaryUnaryMultiCallable[_trainer_pb2.GetProgressRequest, _trainer_pb2.GetProgressResponse]  # type: ignore[assignment]
@@ -73,7 +79,10 @@ class TrainerServiceAsyncStub(TrainerServiceStub):
     """
 
 class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Served by the trainer's rank 0, for people and their tools."""
+    """Served by the trainer's rank 0, for people and their tools.
+
+    Errors of Pause, Resume and Checkpoint: UNIMPLEMENTED/UNSUPPORTED (an evaluation serves in its place).
+    """
 
     @_abc_1.abstractmethod
     def GetProgress(

@@ -1,5 +1,6 @@
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TypeAlias
 
@@ -7,6 +8,7 @@ import pytest
 from grpc import aio
 
 from rollfarm import rpc
+from rollfarm.errors import Unsupported
 from rollfarm.service import ErrorInterceptor
 from rollfarm.v1 import trainer_pb2 as pb
 from rollfarm.v1 import trainer_pb2_grpc
@@ -24,19 +26,26 @@ class Served:
         self.controls = Controls()
 
 
-@pytest.fixture
-async def served(tmp_path: Path) -> AsyncIterator[tuple[Served, "trainer_pb2_grpc.TrainerServiceAsyncStub"]]:
-    behind = Served(tmp_path)
+Stub: TypeAlias = "trainer_pb2_grpc.TrainerServiceAsyncStub"
+Door: TypeAlias = tuple[Served, Stub]
+
+
+@asynccontextmanager
+async def serving(servicer: TrainerServicer) -> AsyncIterator[Stub]:
     server = aio.server(interceptors=[ErrorInterceptor()])
-    trainer_pb2_grpc.add_TrainerServiceServicer_to_server(TrainerServicer(behind.progress, behind.controls), server)
+    trainer_pb2_grpc.add_TrainerServiceServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with rpc.channel(f"127.0.0.1:{port}") as channel:
-        yield behind, trainer_pb2_grpc.TrainerServiceStub(channel)
+        yield trainer_pb2_grpc.TrainerServiceStub(channel)
     await server.stop(grace=None)
 
 
-Door: TypeAlias = "tuple[Served, trainer_pb2_grpc.TrainerServiceAsyncStub]"
+@pytest.fixture
+async def served(tmp_path: Path) -> AsyncIterator[Door]:
+    behind = Served(tmp_path)
+    async with serving(TrainerServicer(behind.progress, behind.controls)) as stub:
+        yield behind, stub
 
 
 async def test_progress_is_told_from_a_step_on(served: Door) -> None:
@@ -78,3 +87,16 @@ async def test_a_checkpoint_is_answered_once_it_is_committed(served: Door) -> No
 
     answer = await asking
     assert (answer.path, answer.step_count) == ("checkpoints/step-000007", 7)
+
+
+async def test_where_nothing_is_learnt_nothing_can_be_paused_or_saved(tmp_path: Path) -> None:
+    asked = {
+        "Pause": pb.TrainerServicePauseRequest(),
+        "Resume": pb.TrainerServiceResumeRequest(),
+        "Checkpoint": pb.CheckpointRequest(),
+    }
+
+    async with serving(TrainerServicer(Progress("run", 10, tmp_path / "metrics.jsonl"), controls=None)) as stub:
+        for verb, request in asked.items():
+            with pytest.raises(Unsupported, match="Nothing is learnt here"):
+                await rpc.call(getattr(stub, verb), request, timeout=5)

@@ -20,7 +20,6 @@ from rollfarm.errors import InvalidArgument, RunMismatch
 from rollfarm.v1 import sample_buffer_pb2, sample_buffer_pb2_grpc, trainer_pb2, trainer_pb2_grpc
 from trainer.buffer import BufferClient, LeasedBatch
 from trainer.config import TrainerRoot
-from trainer.controls import Controls
 from trainer.evaluation.results import TASKS, Results, summarise, task_result, write
 from trainer.progress import Progress, StepReport
 from trainer.server import SERVICE, TrainerServicer
@@ -98,7 +97,6 @@ async def serve(root: TrainerRoot) -> None:
     config, folder = root.trainer, root.run.path
     folder.mkdir(parents=True, exist_ok=True)
     progress = Progress(root.run.name, config.evaluation.tasks, folder / "metrics.jsonl")
-    controls = Controls()
     asked, stop = service.stop_on_signal(), asyncio.Event()
     async with rpc.channel(config.sample_buffer_address) as channel:
         buffer = BufferClient(
@@ -109,7 +107,7 @@ async def serve(root: TrainerRoot) -> None:
         evaluator = Evaluator(root, buffer, progress, Results(folder / TASKS))
 
         def register(server: aio.Server) -> None:
-            trainer_pb2_grpc.add_TrainerServiceServicer_to_server(TrainerServicer(progress, controls), server)
+            trainer_pb2_grpc.add_TrainerServiceServicer_to_server(TrainerServicer(progress, controls=None), server)
 
         async def stop_when_asked() -> None:
             await asked.wait()
