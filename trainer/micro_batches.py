@@ -80,11 +80,6 @@ class MicroBatch:
         """i64[R, L], the rows padded on the right by 0: causal attention never looks there from within."""
         return self.padded(self.ids_T)
 
-    @property
-    def mask_RT(self) -> Tensor:
-        """bool[R, L], as `mask_T`."""
-        return self.padded(self.mask_T)
-
     def padded(self, values_T: Tensor) -> Tensor:
         """[R, L, ...] of [T, ...]: each row padded on the right by 0."""
         within_RL = torch.arange(self.longest, device=values_T.device) < self.lengths_R[:, None]

@@ -47,7 +47,7 @@ def test_rows_lie_end_to_end_and_each_begins_at_position_0() -> None:
     assert batch.at_P.tolist() == [1, 3, 4]
     assert batch.policy_tokens_R.tolist() == [1, 2]
     assert batch.ids_RT.tolist() == [[8, 9, 0], [5, 6, 7]]
-    assert batch.mask_RT.tolist() == [[False, True, False], [False, True, True]]
+    assert batch.padded(batch.mask_T).tolist() == [[False, True, False], [False, True, True]]
 
 
 def test_a_row_that_begins_in_its_mask_is_refused() -> None:

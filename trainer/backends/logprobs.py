@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 CHUNK_ELEMENTS = 16 * 1024 * 1024
-"""Most logits that exist at once: 64 MiB in float32, and a few times that while they are worked on."""
+"""Most logits of a rank that exist at once: 64 MiB in float32, and a few times that while they are worked on."""
 
 _LEAST = -1e30
 """Taken for the logarithm of 0."""

@@ -10,8 +10,7 @@ from megatron.core.tensor_parallel.mappings import reduce_from_tensor_model_para
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-CHUNK_ELEMENTS = 16 * 1024 * 1024
-"""Most logits of a rank that exist at once: 64 MiB in float32, and a few times that while they are worked on."""
+from trainer.backends.logprobs import CHUNK_ELEMENTS
 
 NEVER = -1e9
 """The logit of a word that only pads the vocabulary: finite, for 0 * inf is no number."""

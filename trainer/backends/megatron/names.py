@@ -6,7 +6,7 @@ so a share needs no other rank to be read, written or named. Gradients and an op
 their parameters and go the same way.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -124,12 +124,6 @@ def parameters(arch: Architecture, share: Share) -> Iterator[Parameter]:
 def whole(arch: Architecture) -> Iterator[Parameter]:
     """Every parameter of the model, once."""
     return parameters(arch, Share(0, 1))
-
-
-def blocks_of(parameter: Parameter, tensor: Tensor, arch: Architecture, rank: int, size: int) -> Mapping[str, Tensor]:
-    """This rank's block of each Hugging Face tensor, by name."""
-    pieces = parameter.take_apart(tensor, arch, rank, size)
-    return {part.name: piece for part, piece in zip(parameter.parts, pieces, strict=True)}
 
 
 def _attention(arch: Architecture, ours: str, theirs: str) -> Iterator[Parameter]:
