@@ -68,7 +68,8 @@ class TrainerConfig(Config):
     """host:port of llm_proxy."""
 
     seed: int = 0
-    """Seeds what is random in the trainer: dropout, the warm start's order, the shuffled control."""
+    """Seeds what is random in the trainer: what adapters begin with, the order of the warm start and of records, which
+    of these are held out, and the shuffled control. Nothing is dropped out."""
 
     backend: Literal["torch", "fsdp2", "deepspeed", "megatron"] = "torch"
     """What holds and trains the model: "torch" has all of it on every rank, "fsdp2" has shards of it over all ranks,
@@ -106,7 +107,8 @@ class TrainerConfig(Config):
     """Peak learning rate. A large model wants about 1e-6, the demo's tiny one 1e-3."""
 
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate goes on after its warm-up; the last two fall to zero at run.steps."""
+    """How the learning rate goes on after its warm-up; the last two fall to zero at run.steps, or over
+    trainer.offline.epochs."""
 
     lr_warmup_steps: int = Field(default=0, ge=0)
     """Steps in which the learning rate rises from zero."""
@@ -301,6 +303,12 @@ class TrainerRoot(Root):
             check_roles(self.trainer.advantage, self.trainer.critic, self.trainer.teacher)
         else:
             self._check_offline(self.trainer.offline)
+        has_end = self.run.steps or (self.trainer.offline and self.trainer.offline.epochs)
+        if self.trainer.lr_schedule != "constant" and not has_end:
+            raise ConfigError(
+                f"trainer.lr_schedule: {self.trainer.lr_schedule!r} falls to zero at run.steps, and with 0 of them a "
+                "run has no end. Set run.steps, or choose 'constant'."
+            )
         warm, kl = self.trainer.warm_start, self.trainer.kl
         if warm.data is not None and warm.steps and kl.needs_reference and not kl.reference:
             raise ConfigError(

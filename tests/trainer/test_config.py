@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from rollfarm.config import ConfigError
 from rollfarm.registry import outline, settings_model
-from rollfarm.run import ModelConfig
+from rollfarm.run import ModelConfig, RunConfig
 from trainer.algorithm_config import BY_CRITIC, BY_TEACHER, Estimator
 from trainer.algorithms.advantages import ADVANTAGES
 from trainer.algorithms.divergence import ESTIMATORS
@@ -55,3 +55,19 @@ def test_devices_are_known_by_their_kind_and_number(device: str) -> None:
 
     with pytest.raises(ValidationError, match="is no device"):
         TrainerConfig(device=device + ":x")
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_a_learning_rate_that_falls_until_the_end_needs_one(schedule: str, tmp_path: Path) -> None:
+    (tmp_path / "records.jsonl").touch()
+    records = [{"source": str(tmp_path / "records.jsonl")}]
+
+    def check(steps: int, **settings: object) -> None:
+        trainer = TrainerConfig.model_validate({"lr_schedule": schedule, **settings})
+        TrainerRoot(model=ModelConfig(path="owner/name"), run=RunConfig(steps=steps), trainer=trainer).check()
+
+    check(5)
+    check(0, offline={"records": records, "epochs": 2})
+    for endless in ({}, {"offline": {"records": records}}):
+        with pytest.raises(ConfigError, match=r"trainer\.lr_schedule: .* Set run\.steps, or choose 'constant'"):
+            check(0, **endless)
