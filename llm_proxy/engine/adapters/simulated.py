@@ -11,19 +11,19 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from llm_proxy.engine.adapters import Deliver, EngineStatus, UpdateMode
+from llm_proxy.engine.adapters import Deliver
+from llm_proxy.engine.adapters.threaded import ThreadedAdapter
 from llm_proxy.engine.batching import Segment
 from llm_proxy.engine.config import EngineConfig, SimulatedConfig
-from llm_proxy.engine.requests import Limits, Request
-from llm_proxy.engine.stepping import Engine, Sampled, Update, into
+from llm_proxy.engine.requests import Limits
+from llm_proxy.engine.stepping import Sampled
 from rollfarm.testing import simulated_logprob, simulated_token
 from rollfarm.threads import in_thread
-from rollfarm.v1 import engine_pb2
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from llm_proxy.engine.receiver import Receiver, Staged
+    from llm_proxy.engine.receiver import Receiver
 
 WEIGHT = "simulated.version"
 """The model's one tensor: int64[1]."""
@@ -101,16 +101,13 @@ def step_seconds(config: SimulatedConfig, segments: Sequence[Segment]) -> float:
     return config.step_seconds + len(segments) * config.request_seconds + prompt_tokens * config.prefill_seconds
 
 
-class SimulatedAdapter:
-    """Runs `Engine` in a thread, and receives weights beside it."""
+class SimulatedAdapter(ThreadedAdapter):
+    """Sleeps; makes a receiver when weights are first spoken of."""
 
     name = "simulated"
-    limits: Limits
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        self._engine: Engine
-        self._ended: asyncio.Future[None]
         self._receiver: asyncio.Future[Receiver] | None = None
 
     async def start(self, deliver: Deliver) -> None:
@@ -119,60 +116,7 @@ class SimulatedAdapter:
             slots=self._config.slots,
             context_tokens=self._config.context_tokens or CONTEXT_TOKENS,
         )
-        self.limits = model.limits
-        self._engine = Engine(model, deliver=into(asyncio.get_running_loop(), deliver))
-        self._ended = in_thread(self._engine.run)
-
-    async def watch(self) -> None:
-        await asyncio.shield(self._ended)
-
-    async def stop(self) -> None:
-        self._engine.send(self._engine.stop)
-        await asyncio.wait([self._ended])
-
-    def submit(self, requests: Sequence[Request]) -> None:
-        self._engine.send(lambda: self._engine.submit(requests))
-
-    def cancel(self, keys: Sequence[str]) -> None:
-        self._engine.send(lambda: self._engine.cancel(keys))
-
-    async def pause(self) -> None:
-        await self._engine.ask(lambda: self._engine.set_paused(True))
-
-    async def resume(self) -> None:
-        await self._engine.ask(lambda: self._engine.set_paused(False))
-
-    async def join_weights(self, group: engine_pb2.WeightGroup) -> None:
-        await (await self._receiving()).join(group)
-
-    async def stage_weights(self, request: engine_pb2.StageWeightsRequest) -> int:
-        return await (await self._receiving()).stage(request)
-
-    async def apply_weights(self, policy_version: int, mode: UpdateMode) -> float:
-        async def load(staged: "Staged") -> float:
-            update = Update(staged, mode)
-            self._engine.send(lambda: self._engine.update(update))
-            return await asyncio.wrap_future(update.done)
-
-        return await (await self._receiving()).apply(policy_version, load)
-
-    async def discard_weights(self, policy_version: int) -> None:
-        (await self._receiving()).discard(policy_version)
-
-    async def sleep(self, *, discard_weights: bool) -> None:
-        async def rest() -> None:
-            await self._engine.ask(lambda: self._engine.sleep(discard_weights=discard_weights))
-
-        await (await self._receiving()).sleep(rest, discard_weights=discard_weights)
-
-    async def wake_up(self) -> None:
-        await self._engine.ask(self._engine.wake_up)
-
-    async def check(self) -> None:
-        """Lives in this process: there is nobody to ask."""
-
-    def status(self) -> EngineStatus:
-        return self._engine.status
+        self._begin(model, deliver)
 
     async def _receiving(self) -> "Receiver":
         """The receiver; torch, which it needs, is imported beside the loop."""
