@@ -1,95 +1,32 @@
 """What the host makes of an SGLang that answers nonsense, or that is another than was meant: a stand-in plays it."""
 
+import asyncio
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 
 from llm_proxy.engine import adapters
-from llm_proxy.engine.config import EngineConfig, EngineRoot, SglangConfig
-from rollfarm.config import ConfigError, Listen
+from llm_proxy.engine.config import EngineRoot
+from rollfarm import rpc
+from rollfarm.config import ConfigError
 from rollfarm.errors import EngineFailed
-from rollfarm.run import ModelConfig
-from tests.engine.kit import CONTEXT, VOCABULARY, other_weights, serve
-from tests.engine.stand_in import Said, VllmStandIn
+from rollfarm.v1 import engine_pb2
+from tests.engine.kit import SECONDS, VOCABULARY, Host, other_weights, serve
+from tests.engine.sglang_stand_in import SglangStandIn, attached_root, generated
+from tests.engine.stand_in import Said
 
 LOAD = ["/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update"]
 STAND_STILL = ["/pause_generation", "/slow_down"]
-
-
-class SglangStandIn(VllmStandIn):
-    """The same small server, answering as SGLang does."""
-
-    def __init__(self, model_path: str) -> None:
-        super().__init__(model_path)
-        self.bodies: list[Any] = []
-        """Of the calls."""
-
-        self.settings = {
-            "version": "0.5.23",
-            "model_path": model_path,
-            "dtype": "float32",
-            "max_running_requests": 64,
-            "max_req_input_len": CONTEXT,
-            "custom_weight_loader": ["rollfarm.sglang_loader.load"],
-            "disable_overlap_schedule": True,
-            "sampling_mask_max_tokens": VOCABULARY,
-            "enable_memory_saver": True,
-            "device": "cuda",
-            "tp_size": 2,
-        }
-
-    def say(self, path: str, body: Any) -> Said | None:
-        name = urlsplit(path).path
-        if name in self.answers:
-            return self.answers[name](body)
-        if name == "/generate":
-            return self.generated(body)
-        if body is not None:
-            self.calls.append(path)
-            self.bodies.append(body)
-            self.label = body.get("new_version") or body.get("weight_version") or self.label
-        return 200, {
-            "/server_info": self.settings,
-            "/model_info": {"weight_version": self.label},
-            "/v1/loads": {"loads": [{"token_usage": 0.25}]},
-        }.get(name, {})
-
-    def generated(self, body: Any) -> Said:
-        sampling = body["sampling_params"]
-        if any(int(token) >= self.vocabulary_size for token in sampling.get("logit_bias", {})):
-            return 400, {"error": {"message": "logit_bias must has keys in the vocabulary"}}
-        return 200, generated(sampling["max_new_tokens"], self.label)
-
-
-def generated(count: int, label: str, **meta: Any) -> dict[str, Any]:
-    return {
-        "output_ids": [n % VOCABULARY for n in range(count)],
-        "meta_info": {
-            "finish_reason": {"type": "length", "length": count},
-            "output_token_logprobs": [[-0.5, n % VOCABULARY, None] for n in range(count)],
-            "weight_versions": [{"version": label, "start": 0, "end": count}],
-        }
-        | meta,
-    }
 
 
 @pytest.fixture
 def sglang(tied_model: Path) -> Iterator[SglangStandIn]:
     with SglangStandIn(str(tied_model)) as stand_in:
         yield stand_in  # pyright: ignore[reportReturnType]
-
-
-def attached_root(model: Path, url: str) -> EngineRoot:
-    return EngineRoot(
-        model=ModelConfig(path=str(model)),
-        engine=EngineConfig(
-            adapter="sglang", sglang=SglangConfig(url=url, start_seconds=3), listen=Listen(drain_seconds=0)
-        ),
-    )
 
 
 async def start(root: EngineRoot) -> None:
@@ -261,3 +198,34 @@ async def test_asleep_it_gives_away_each_kind_of_memory_once_and_takes_back_what
 async def test_the_share_of_its_kv_cache_is_in_the_status(tied_model: Path, sglang: SglangStandIn) -> None:
     async with serve(attached_root(tied_model, sglang.url)) as host:
         await host.until(lambda status: status.kv_cache_usage == 0.25)
+
+
+@pytest.mark.parametrize("asked_first", [True, False])
+async def test_it_is_well_while_new_weights_hold_its_scheduler_up(
+    tied_model: Path, sglang: SglangStandIn, asked_first: bool
+) -> None:
+    held_up, loaded = threading.Event(), threading.Event()
+
+    def hold_up(body: Any) -> Said:
+        held_up.set()
+        loaded.wait(SECONDS)
+        return 200, {}
+
+    async with serve(attached_root(tied_model, sglang.url)) as host:
+        version = await host.stage(other_weights(tied_model, 1))
+        sglang.answers["/slow_down"] = hold_up
+        work = [host.apply(version), ask_once(host)]
+        tasks = []
+        for each in reversed(work) if asked_first else work:
+            tasks.append(asyncio.create_task(each))
+            await asyncio.to_thread(held_up.wait, SECONDS)
+        status = await tasks[0 if asked_first else 1]
+        loaded.set()
+        await asyncio.gather(*tasks)
+
+    assert status.policy_version == 0
+
+
+async def ask_once(host: Host) -> engine_pb2.EngineServiceGetStatusResponse:
+    request = engine_pb2.EngineServiceGetStatusRequest()
+    return await rpc.call(host.stub.GetStatus, request, timeout=1, retry=False)

@@ -291,7 +291,16 @@ class ServedAdapter:
             self._admission.reopen()
 
     async def check(self) -> None:
-        await self._server.check(_HEALTH_SHARE * rpc.remaining(_HEALTH_SECONDS))
+        """What runs the model may be busy with new weights for long; then the rest of the server has to answer."""
+        if not self._changing.locked():
+            try:
+                await self._server.check(_HEALTH_SHARE * rpc.remaining(_HEALTH_SECONDS))
+            except EngineFailed:
+                if not self._changing.locked():
+                    raise
+            else:
+                return
+        await self._server.http.check(_HEALTH_SHARE * rpc.remaining(_HEALTH_SECONDS))
 
     def status(self) -> EngineStatus:
         return EngineStatus(
