@@ -30,6 +30,10 @@ class ServerConfig(Config):
     start_seconds: float = Field(default=180.0, gt=0)
     """How long it may take to answer its health check."""
 
+    stream_interval: int = Field(default=0, ge=0)
+    """Tokens of a request from one chunk to the next. 0 is one chunk at its end, so that a server that dies takes all
+    that its requests have made with it, and an agent's stream comes in one piece. Short ones cost throughput."""
+
     def check(self, table: str, *, remedy: str) -> None:
         """Raise ConfigError where it can neither be started nor attached to."""
         python = self.python.absolute()

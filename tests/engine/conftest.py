@@ -13,6 +13,9 @@ from tests.engine.process import ROOT, Process, sglang_flags, vllm_flags
 
 torch.set_num_threads(1)
 
+INTERVAL = "8"
+"""Tokens of a chunk, where the server streams: far fewer than the contract's requests have."""
+
 
 def make_model(folder: Path, *, seed: int, tied: bool) -> Path:
     torch.manual_seed(seed)
@@ -60,6 +63,12 @@ def vllm_address(tied_model: Path, vllm_python: Path) -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
+def streaming_vllm_address(tied_model: Path, vllm_python: Path) -> Iterator[str]:
+    with Process(*vllm_flags(tied_model, vllm_python), "--engine.vllm.stream_interval", INTERVAL) as process:
+        yield process.address()
+
+
+@pytest.fixture(scope="session")
 def sglang_python() -> Path:
     python = Path(os.environ.get("ROLLFARM_SGLANG_PYTHON", ROOT / ".venv-sglang/bin/python"))
     if not python.is_file():
@@ -73,6 +82,12 @@ def sglang_address(tied_model: Path, sglang_python: Path) -> Iterator[str]:
         yield process.address()
 
 
+@pytest.fixture(scope="session")
+def streaming_sglang_address(tied_model: Path, sglang_python: Path) -> Iterator[str]:
+    with Process(*sglang_flags(tied_model, sglang_python), "--engine.sglang.stream_interval", INTERVAL) as process:
+        yield process.address()
+
+
 @pytest.fixture
 async def embedded(tied_model: Path) -> AsyncIterator[Host]:
     async with serve(embedded_root(tied_model)) as host:
@@ -80,9 +95,10 @@ async def embedded(tied_model: Path) -> AsyncIterator[Host]:
 
 
 SERVER = [pytest.mark.slow, pytest.mark.timeout(400)]
+SERVERS = ["vllm", "streaming_vllm", "sglang", "streaming_sglang"]
 
 
-@pytest.fixture(params=["embedded", pytest.param("vllm", marks=SERVER), pytest.param("sglang", marks=SERVER)])
+@pytest.fixture(params=["embedded", *(pytest.param(name, marks=SERVER) for name in SERVERS)])
 async def host(request: pytest.FixtureRequest, tied_model: Path) -> AsyncIterator[Host]:
     """An engine at some version of the test's model: its weights may be an earlier test's."""
     if request.param == "embedded":

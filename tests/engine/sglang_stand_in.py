@@ -11,9 +11,9 @@ from tests.engine.kit import CONTEXT, VOCABULARY
 from tests.engine.stand_in import Said, VllmStandIn
 
 
-def attached_root(model: Path, url: str) -> EngineRoot:
+def attached_root(model: Path, url: str, *, stream_interval: int = 0) -> EngineRoot:
     """An engine host beside the SGLang at `url`."""
-    sglang = SglangConfig(url=url, start_seconds=3)
+    sglang = SglangConfig(url=url, start_seconds=3, stream_interval=stream_interval)
     return EngineRoot(
         model=ModelConfig(path=str(model)),
         engine=EngineConfig(adapter="sglang", sglang=sglang, listen=Listen(drain_seconds=0)),

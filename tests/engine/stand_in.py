@@ -4,7 +4,8 @@ import contextlib
 import json
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import TracebackType
@@ -17,12 +18,28 @@ from rollfarm.run import ModelConfig
 from tests.engine.kit import CONTEXT, VOCABULARY
 
 Said = tuple[int, Any]
-"""A status, and what is sent as JSON; bytes are sent as they are."""
+"""A status, and what is sent as JSON; bytes are sent as they are, and an Events is a stream that the connection ends
+with."""
+
+DONE = b"data: [DONE]\n\n"
 
 
-def attached_root(model: Path, url: str, *, start_seconds: float = 0.5, **engine: Any) -> EngineRoot:
+@dataclass
+class Events:
+    """Sent one after the other, when there is another."""
+
+    pieces: Iterable[bytes]
+
+
+def event(said: Any) -> bytes:
+    return b"data: " + json.dumps(said).encode() + b"\n\n"
+
+
+def attached_root(
+    model: Path, url: str, *, start_seconds: float = 0.5, stream_interval: int = 0, **engine: Any
+) -> EngineRoot:
     """An engine host beside the vLLM at `url`."""
-    vllm = VllmConfig(url=url, start_seconds=start_seconds)
+    vllm = VllmConfig(url=url, start_seconds=start_seconds, stream_interval=stream_interval)
     return EngineRoot(
         model=ModelConfig(path=str(model)),
         engine=EngineConfig(adapter="vllm", vllm=vllm, listen=Listen(drain_seconds=0), **engine),
@@ -74,11 +91,21 @@ class VllmStandIn:
                     self.close_connection = True
                     return
                 status, content = said
+                if isinstance(content, Events):
+                    self.stream(content)
+                    return
                 sent = content if isinstance(content, bytes) else json.dumps(content).encode()
                 self.send_response(status)
                 self.send_header("content-length", str(len(sent)))
                 self.end_headers()
                 self.wfile.write(sent)
+
+            def stream(self, events: Events) -> None:
+                self.close_connection = True
+                self.send_response(200)
+                self.end_headers()
+                for piece in events.pieces:
+                    self.wfile.write(piece)
 
             def log_message(self, format: str, *args: Any) -> None:
                 pass

@@ -62,8 +62,8 @@ def lone_sglang(model: Path, sglang_python: Path) -> Iterator[Lone]:
     process.wait()
 
 
-def attached_root(model: Path, url: str, *, start_seconds: float = 300, slots: int = 64) -> EngineRoot:
-    sglang = SglangConfig(url=url, start_seconds=start_seconds)
+def attached_root(model: Path, url: str, *, slots: int = 64, stream_interval: int = 0) -> EngineRoot:
+    sglang = SglangConfig(url=url, start_seconds=300, stream_interval=stream_interval)
     return EngineRoot(
         model=ModelConfig(path=str(model)),
         engine=EngineConfig(adapter="sglang", sglang=sglang, listen=Listen(drain_seconds=0), slots=slots),
@@ -96,11 +96,14 @@ def likeliest(reference: Reference, output: list[int]) -> list[int]:
     return reference.logprobs([1, 2, 3], output).argmax(axis=-1).tolist()
 
 
-async def test_the_models_own_last_tokens_end_nothing_unless_asked_to(model: Path, lone_sglang: Lone) -> None:
+@pytest.mark.parametrize("stream_interval", [0, 3])
+async def test_the_models_own_last_tokens_end_nothing_unless_asked_to(
+    model: Path, lone_sglang: Lone, stream_interval: int
+) -> None:
     reference = Reference(model)
     asked = prompts(8, seed=1)
 
-    async with serve(attached_root(model, lone_sglang[0])) as host:
+    async with serve(attached_root(model, lone_sglang[0], stream_interval=stream_interval)) as host:
         answers = await host.client.generate(asked, max_tokens=40, stop_token_ids=[VOCABULARY - 2])
 
     for prompt, answer in zip(asked, answers, strict=True):

@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
@@ -17,8 +18,9 @@ from rollfarm.config import ConfigError
 from rollfarm.errors import EngineFailed, FarmError, InvalidArgument, Unsupported
 from rollfarm.ports import free_port
 from rollfarm.run import ModelConfig
+from rollfarm.tokens import unpack_ids, unpack_logprobs
 from rollfarm.v1 import llm_proxy_pb2
-from tests.engine.kit import CONTEXT, Reference, embedded_root, other_weights, serve
+from tests.engine.kit import CONTEXT, Reference, embedded_root, other_weights, prompts, serve
 from tests.engine.process import ROOT, Process, vllm_flags
 from tests.engine.stand_in import attached_root
 from tests.llm_proxy.support import asked, run_proxy
@@ -47,6 +49,40 @@ async def test_a_vllm_that_hangs_is_given_up_until_it_answers_again(tied_model: 
             assert "vLLM does not answer" in listed.engines[0].detail
             vllm.send_signal(signal.SIGCONT)
             await proxy.serving(2)
+
+
+async def test_what_a_killed_vllm_had_streamed_is_kept_and_gone_on_from(tied_model: Path, vllm_python: Path) -> None:
+    reference, many = Reference(tied_model), prompts(8, seed=3)
+    flags = [*vllm_flags(tied_model, vllm_python), "--engine.vllm.stream_interval", "8"]
+    with Process(*flags) as killed:
+        first = await asyncio.to_thread(killed.address)
+        async with serve(embedded_root(tied_model)) as other, run_proxy(first) as proxy:
+            await proxy.serving()
+            generating = [
+                asyncio.create_task(proxy.generate(asked(f"r{n}", prompt=prompt, max_tokens=200, temperature=0.0), 60))
+                for n, prompt in enumerate(many)
+            ]
+            attempts = proxy.fleet.router.engine(first).attempts
+            await proxy.until(lambda: len(attempts) == 8)
+            requests = [attempt.request for attempt in attempts.values() if attempt.request is not None]
+            await proxy.until(lambda: all(request.made >= 16 for request in requests))
+            for process in psutil.Process(killed.process.pid).children(recursive=True):
+                process.kill()
+            await proxy.until(lambda: not attempts)
+            kept = {each.request_id: (bytes(each.token_ids), bytes(each.logprobs)) for each in requests}
+            await proxy.attach(other.address)
+            results = await asyncio.gather(*generating)
+
+    assert len(kept) == 8
+    for prompt, result in zip(many, results, strict=True):
+        token_ids, logprobs = kept[result.request_id]
+        ids = unpack_ids(result.token_ids).tolist()
+        assert 16 * 4 <= len(token_ids) < 200 * 4
+        assert (result.engine_id, result.resumption_count) == (other.address, 1)
+        assert result.token_ids.startswith(token_ids)
+        assert result.logprobs.startswith(logprobs)
+        assert ids == reference.greedy(prompt, 200)
+        np.testing.assert_allclose(unpack_logprobs(result.logprobs), reference.chosen(prompt, ids), atol=1e-4)
 
 
 async def test_a_vllm_that_refuses_new_weights_takes_its_host_down(

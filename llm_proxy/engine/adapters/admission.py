@@ -2,14 +2,15 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from contextlib import aclosing
 from typing import Any
 
 from llm_proxy.engine.adapters import Deliver
 from llm_proxy.engine.requests import ABORT, Chunk, Request
 
-Generate = Callable[[Request], Awaitable[Chunk]]
-"""A request's whole life in the server; its last and only chunk. A failure that is the request's own is in it."""
+Generate = Callable[[Request], AsyncGenerator[Chunk, None]]
+"""A request's whole life in the server, up to its last chunk. A failure that is the request's own is in that."""
 
 
 class Tasks:
@@ -86,10 +87,12 @@ class Admission:
             self._tasks.spawn(self._run(request))
 
     async def _run(self, request: Request) -> None:
-        chunk = await self._generate(request)
-        self.generated_token_count += len(chunk.token_ids)
-        self._running.discard(request.key)
-        self._deliver([chunk])
+        async with aclosing(self._generate(request)) as chunks:
+            async for chunk in chunks:
+                self.generated_token_count += len(chunk.token_ids)
+                if chunk.is_last:
+                    self._running.discard(request.key)
+                self._deliver([chunk])
         self._admit()
         async with self._quiet:
             self._quiet.notify_all()

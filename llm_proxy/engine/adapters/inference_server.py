@@ -10,7 +10,16 @@ import contextlib
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterable,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,6 +32,7 @@ from rollfarm.config import ConfigError
 from rollfarm.errors import EngineFailed, GenerationFailed, InvalidArgument
 
 Answer = TypeVar("Answer", bound=BaseModel)
+T = TypeVar("T")
 
 LOWEST_LOGPROB = -9999.0
 """What servers write for a log-probability that is not finite, since JSON has no such number."""
@@ -35,6 +45,9 @@ _KEEP_SECONDS = 4.0
 
 _SHOWN_BYTES = 300
 
+_EVENT = b"data: "
+_LAST_EVENT = b"[DONE]"
+
 
 class _Said(NamedTuple):
     status: int
@@ -43,6 +56,17 @@ class _Said(NamedTuple):
     @property
     def start(self) -> str:
         return repr(self.content[:_SHOWN_BYTES].decode(errors="replace"))
+
+
+class _Problem(BaseModel):
+    code: int
+    message: str
+
+
+class _Problems(BaseModel):
+    """What servers send in a stream where they would have answered with another status."""
+
+    error: _Problem
 
 
 class InferenceServer:
@@ -193,27 +217,58 @@ class InferenceServer:
     async def _call(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, params: Mapping[str, str] | None = None
     ) -> _Said:
-        """An answer with status 200. A connection that the server had closed meanwhile is tried anew once."""
+        """An answer with status 200."""
+        with self._reaching(path):
+            said = await _twice(lambda: self._send(method, path, body, params))
+        self.check_status(path, said.status, said.start)
+        return said
+
+    @contextlib.contextmanager
+    def _reaching(self, path: str) -> Iterator[None]:
         try:
-            try:
-                said = await self._send(method, path, body, params)
-            except aiohttp.ClientConnectorError:
-                raise
-            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
-                said = await self._send(method, path, body, params)
+            yield
         except aiohttp.ClientError as error:
             raise EngineFailed(f"{self.title} does not answer {path}: {error!r}.") from error
-        if said.status == 200:
-            return said
-        if said.status in (400, 422):
-            raise InvalidArgument(f"{self.title} refuses {path}: {said.start}.")
-        raise EngineFailed(f"{self.title} answers {path} with {said.status}: {said.start}.")
+
+    def check_status(self, path: str, status: int, said: str) -> None:
+        """Raise InvalidArgument where the server refuses, and EngineFailed where it fails."""
+        if status in (400, 422):
+            raise InvalidArgument(f"{self.title} refuses {path}: {said}.")
+        if status != 200:
+            raise EngineFailed(f"{self.title} answers {path} with {status}: {said}.")
 
     async def _send(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, params: Mapping[str, str] | None = None
     ) -> _Said:
         async with self._http.request(method, path, json=body, params=params) as answer:
             return _Said(answer.status, await answer.read())
+
+    async def answers(self, path: str, answer: type[Answer], body: Mapping[str, Any]) -> AsyncGenerator[Answer, None]:
+        """What a POST answers: one answer, or a stream of them where the body asks for it. Raises as `ask` does, also
+        midway. Who leaves early closes the connection."""
+        if not body["stream"]:
+            yield await self.ask(path, answer, body)
+            return
+        with self._reaching(path):
+            response = await _twice(lambda: self._http.request("POST", path, json=body))
+            async with response:
+                if response.status != 200:
+                    self.check_status(path, response.status, _Said(response.status, await response.read()).start)
+                async for line in _lines(response.content.iter_any()):
+                    if line == _EVENT + _LAST_EVENT:
+                        return
+                    if line:
+                        yield self._event(path, line, answer)
+        raise EngineFailed(f"{self.title} ends its answer to {path} midway.")
+
+    def _event(self, path: str, line: bytes, answer: type[Answer]) -> Answer:
+        content = line.removeprefix(_EVENT)
+        with contextlib.suppress(ValidationError):
+            return answer.model_validate_json(content)
+        with contextlib.suppress(ValidationError):
+            problem = _Problems.model_validate_json(content).error
+            self.check_status(path, problem.code, problem.message)
+        return self._parsed(path, _Said(200, content), answer)
 
     def _parsed(self, path: str, said: _Said, answer: type[Answer]) -> Answer:
         try:
@@ -227,15 +282,12 @@ class InferenceServer:
             ) from error
 
     def verify(self, path: str, chunk: Chunk, *, vocabulary_size: int, top_logprobs: int) -> None:
-        """Raise EngineFailed unless every token of the answer is in the vocabulary and has its log-probability, its
-        version and, where asked for, the likeliest at its place; and GenerationFailed where a log-probability is not
-        finite."""
+        """Raise EngineFailed unless every token of the chunk is in the vocabulary and has its log-probability and,
+        where asked for, the likeliest at its place; and GenerationFailed where a log-probability is not finite."""
         count = len(chunk.token_ids)
-        versions = sum(length for _, length in chunk.spans)
-        if not count == len(chunk.logprobs) == versions or any(length < 0 for _, length in chunk.spans):
+        if count != len(chunk.logprobs):
             raise EngineFailed(
-                f"{self.title} answers {path} with {count} tokens, {len(chunk.logprobs)} log-probabilities and the "
-                f"versions of {versions}."
+                f"{self.title} answers {path} with {count} tokens, {len(chunk.logprobs)} log-probabilities."
             )
         if len(chunk.top) != (count if top_logprobs else 0):
             raise EngineFailed(
@@ -249,6 +301,25 @@ class InferenceServer:
             )
         if any(not math.isfinite(logprob) or logprob <= LOWEST_LOGPROB for logprob in chunk.logprobs):
             raise GenerationFailed(f"{self.title} gives no finite log-probability.")
+
+
+async def _twice(send: Callable[[], Awaitable[T]]) -> T:
+    """What `send` returns; where the server had closed the connection meanwhile, with a new one."""
+    try:
+        return await send()
+    except aiohttp.ClientConnectorError:
+        raise
+    except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+        return await send()
+
+
+async def _lines(pieces: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
+    """Each whole line, however long."""
+    rest = b""
+    async for piece in pieces:
+        *lines, rest = (rest + piece).split(b"\n")
+        for line in lines:
+            yield line
 
 
 def read_metrics(page: str) -> dict[str, float]:

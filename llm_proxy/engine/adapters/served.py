@@ -3,15 +3,16 @@
 Requests wait here until the server has a slot, so everything that it holds is running. Weights are received in this
 process into memory that the server maps, so generation goes on until the short pause that loads them. A child ends with
 this process, however it ends; and this process ends when its server does, attached or not, because another one would
-begin with other weights. Every version is loaded under a label that is this host's alone, and every answer says under
-which label its tokens were sampled: none is taken for a version that it is not.
+begin with other weights. Every version is loaded under a label that is this host's alone, and every answer says at its
+end under which label its tokens were sampled: none is taken for a version that it is not.
 """
 
 import asyncio
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import aclosing
 from typing import Any, Protocol
 
 import structlog
@@ -23,6 +24,7 @@ from llm_proxy.engine.adapters.inference_server import InferenceServer
 from llm_proxy.engine.adapters.labels import ForeignWeights, Labels
 from llm_proxy.engine.adapters.shared_memory import SharedMemory
 from llm_proxy.engine.adapters.skeleton import base_weights, model_shapes
+from llm_proxy.engine.adapters.streamed import Streamed
 from llm_proxy.engine.config import EngineConfig
 from llm_proxy.engine.receiver import Receiver, Staged, with_aliases
 from llm_proxy.engine.requests import Chunk, Limits, Request
@@ -65,8 +67,9 @@ class Server(Protocol):
         """End a child."""
         ...
 
-    async def generate(self, request: Request, *, cache_key: str) -> Chunk:
-        """The whole answer. Cached prefixes are found under the same `cache_key` alone."""
+    def generate(self, request: Request, *, cache_key: str) -> AsyncGenerator[Chunk, None]:
+        """The answer, in as many chunks as the settings ask for. Only the last has spans, and those of the whole
+        output. Cached prefixes are found under the same `cache_key` alone."""
         ...
 
     async def abort(self, keys: AbstractSet[str]) -> None:
@@ -128,6 +131,9 @@ class ServedAdapter:
         self._asleep = False
         self._has_weights = True
         self._version = 0
+        self._loads = 0
+        """Grows when a load begins and when it is done: odd, nobody can tell which weights are there."""
+
         self._kv_cache_usage = 0.0
 
     async def start(self, deliver: Deliver) -> None:
@@ -192,13 +198,22 @@ class ServedAdapter:
                 log.warning("not aborted", engine=self.name, cause=str(failure))
             await asyncio.sleep(_ABORT_SECONDS)
 
-    async def _generate(self, request: Request) -> Chunk:
+    async def _generate(self, request: Request) -> AsyncGenerator[Chunk, None]:
+        title, loads = self._server.http.title, self._loads
+        streamed = Streamed(request.key, title=title, version=self._version)
+        label = self._server.labels.label(self._version)
         try:
-            return await self._server.generate(request, cache_key=self._server.labels.label(self._version))
+            async with aclosing(self._server.generate(request, cache_key=label)) as answer:
+                async for said in answer:
+                    unchanged = loads == self._loads and loads % 2 == 0
+                    if (chunk := streamed.take(said, unchanged=unchanged)) is not None:
+                        yield chunk
+            streamed.end()
         except FarmError as failure:
             if isinstance(failure, ForeignWeights):
                 self._tasks.fail(failure)
-            return Chunk(request.key, failure=failure)
+            if not streamed.is_over:
+                yield Chunk(request.key, failure=failure)
 
     async def pause(self) -> None:
         async with self._changing:
@@ -250,7 +265,9 @@ class ServedAdapter:
         await self._server.stand_still(keep_cache=keep_cache)
         tensors = with_aliases(staged.tensors, self._expected)
         label = self._server.labels.label(staged.policy_version)
+        self._loads += 1
         await self._server.load(label, self._memory.describe(staged.memory, tensors), keep_cache=keep_cache)
+        self._loads += 1
         self._version, self._has_weights = staged.policy_version, True
         if not self._paused and not self._asleep:
             await self._server.go_on()

@@ -10,8 +10,9 @@ import json
 import pickle
 import shlex
 import uuid
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
 from collections.abc import Set as AbstractSet
+from contextlib import aclosing
 from dataclasses import replace
 from math import inf
 from pathlib import Path
@@ -59,10 +60,12 @@ class _Span(BaseModel):
 
 class _Finish(BaseModel):
     type: str
+    status_code: int | None = None
+    message: str = ""
 
 
 class _Meta(BaseModel):
-    finish_reason: _Finish
+    finish_reason: _Finish | None
     output_token_logprobs: list[_Candidate] = []
     output_top_logprobs: list[list[_Candidate]] = []
     output_token_sampling_mask: list[list[int]] = []
@@ -75,6 +78,8 @@ class _Meta(BaseModel):
 
 
 class _Generated(BaseModel):
+    """Of a stream each one holds all since its beginning; only the last one has versions."""
+
     output_ids: list[int]
     meta_info: _Meta
 
@@ -252,34 +257,36 @@ class SglangServer:
             await self.http.tell("/resume_memory_occupation", {"tags": kinds})
             self._given_away = [kind for kind in self._given_away if kind not in kinds]
 
-    async def generate(self, request: Request, *, cache_key: str) -> Chunk:
+    async def generate(self, request: Request, *, cache_key: str) -> AsyncGenerator[Chunk, None]:
         """Where it stops at tokens, SGLang also stops at the model's own last ones: it then goes on from there."""
-        chunk = part = await self._generate(request, cache_key=cache_key)
-        while part.token_ids and part.finish == STOP and part.token_ids[-1] not in request.stop_token_ids:
-            missing = request.max_tokens - len(chunk.token_ids)
-            if missing == 0:
-                chunk.finish = LENGTH
-                break
-            prompt = np.append(request.prompt, np.array(chunk.token_ids, np.int32))
-            part = await self._generate(replace(request, prompt=prompt, max_tokens=missing), cache_key=cache_key)
-            chunk.token_ids += part.token_ids
-            chunk.logprobs += part.logprobs
-            chunk.spans += part.spans
-            chunk.top += part.top
-            chunk.finish = part.finish
-        return chunk
+        made: list[int] = []
+        spans: list[tuple[int, int]] = []
+        part, goes_on = request, True
+        while goes_on:
+            began, goes_on = len(made), False
+            async with aclosing(self._generate(part, cache_key=cache_key)) as chunks:
+                async for chunk in chunks:
+                    made += chunk.token_ids
+                    chunk.spans = spans = spans + chunk.spans
+                    if chunk.finish == STOP and made[began:] and made[-1] not in request.stop_token_ids:
+                        goes_on = len(made) < request.max_tokens
+                        chunk.finish = None if goes_on else LENGTH
+                    yield chunk
+            prompt = np.append(request.prompt, np.array(made, np.int32))
+            part = replace(request, prompt=prompt, max_tokens=request.max_tokens - len(made))
 
-    async def _generate(self, request: Request, *, cache_key: str) -> Chunk:
+    async def _generate(self, request: Request, *, cache_key: str) -> AsyncGenerator[Chunk, None]:
         self._names[request.key] = uuid.uuid4().hex
+        count = 0
         try:
-            answer = await self.http.ask(_GENERATE, _Generated, self._body(request, cache_key=cache_key))
+            body = self._body(request, cache_key=cache_key)
+            async with aclosing(self.http.answers(_GENERATE, _Generated, body)) as answers:
+                async for answer in answers:
+                    chunk = self._chunk(answer, request, after=count)
+                    count += len(chunk.token_ids)
+                    yield chunk
         finally:
             del self._names[request.key]
-        chunk = self._chunk(answer, request)
-        self.http.verify(
-            _GENERATE, chunk, vocabulary_size=self._limits.vocabulary_size, top_logprobs=request.top_logprobs
-        )
-        return chunk
 
     def _body(self, request: Request, *, cache_key: str) -> dict[str, Any]:
         truncates = self._truncates(request)
@@ -295,10 +302,14 @@ class SglangServer:
         }
         if request.seed is not None:
             sampling["sampling_seed"] = request.seed
+        interval = self._config.sglang.stream_interval
+        if interval:
+            sampling["stream_interval"] = interval
         body: dict[str, Any] = {
             "rid": self._names[request.key],
             "input_ids": request.prompt.tolist(),
             "sampling_params": sampling,
+            "stream": interval > 0,
             "return_logprob": True,
             "top_logprobs_num": request.top_logprobs,
             "extra_key": cache_key,
@@ -311,33 +322,44 @@ class SglangServer:
         """Whether some tokens cannot be sampled. SGLang's plain log-probabilities know nothing of that."""
         return request.temperature > 0 and (request.top_p < 1 or 0 < request.top_k < self._limits.vocabulary_size)
 
-    def _chunk(self, answer: _Generated, request: Request) -> Chunk:
+    def _chunk(self, answer: _Generated, request: Request, *, after: int) -> Chunk:
+        """What the answer holds after so many tokens."""
         meta = answer.meta_info
+        token_ids = answer.output_ids[after:]
         if self._truncates(request):
             candidates = [
                 list(zip(ids, logprobs, strict=False))
                 for ids, logprobs in zip(
-                    meta.output_token_sampling_mask, meta.output_token_sampling_logprobs, strict=False
+                    meta.output_token_sampling_mask[after:], meta.output_token_sampling_logprobs[after:], strict=False
                 )
             ]
-            logprobs = [dict(row).get(token, -inf) for row, token in zip(candidates, answer.output_ids, strict=False)]
+            logprobs = [dict(row).get(token, -inf) for row, token in zip(candidates, token_ids, strict=False)]
         else:
-            candidates = [[(token, _finite(logprob)) for logprob, token, _ in row] for row in meta.output_top_logprobs]
-            logprobs = [_finite(logprob) for logprob, _, _ in meta.output_token_logprobs]
+            top = meta.output_top_logprobs[after:]
+            candidates = [[(token, _finite(logprob)) for logprob, token, _ in row] for row in top]
+            logprobs = [_finite(logprob) for logprob, _, _ in meta.output_token_logprobs[after:]]
         chunk = Chunk(
             request.key,
-            token_ids=answer.output_ids,
+            token_ids=token_ids,
             logprobs=logprobs,
             spans=[
                 (self.labels.version(span.version), span.end - span.start)
                 for span in meta.weight_versions
                 if span.end > span.start
             ],
-            finish=_FINISH.get(meta.finish_reason.type, ABORT),
+            finish=meta.finish_reason and self._finish(meta.finish_reason),
         )
         if request.top_logprobs:
             chunk.top = [_likeliest(row, request.top_logprobs) for row in candidates]
+        self.http.verify(
+            _GENERATE, chunk, vocabulary_size=self._limits.vocabulary_size, top_logprobs=request.top_logprobs
+        )
         return chunk
+
+    def _finish(self, said: _Finish) -> FinishReason:
+        """A stream that has begun ends so, too, where it would have been refused."""
+        self.http.check_status(_GENERATE, said.status_code or 200, said.message)
+        return _FINISH.get(said.type, ABORT)
 
     async def abort(self, keys: AbstractSet[str]) -> None:
         for name in [self._names[key] for key in keys if key in self._names]:

@@ -8,8 +8,9 @@ import os
 import secrets
 import shlex
 import tempfile
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
 from collections.abc import Set as AbstractSet
+from contextlib import aclosing
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -221,7 +222,7 @@ class VllmServer:
     async def _knows(self, token: int) -> bool:
         request = Request("vocabulary", prompt=np.zeros(1, np.int32), max_tokens=1, stop_token_ids=frozenset([token]))
         try:
-            await self.http.ask(_GENERATE, _Generated, self._body(request, cache_salt="vocabulary"))
+            await self.http.ask(_GENERATE, _Generated, self._body(request, cache_salt="vocabulary") | {"stream": False})
         except InvalidArgument:
             return False
         return True
@@ -230,25 +231,25 @@ class VllmServer:
         await self.http.stop()
         self._folder.cleanup()
 
-    async def generate(self, request: Request, *, cache_key: str) -> Chunk:
-        answer = await self._answer(self._body(request, cache_salt=cache_key))
-        if request.images and answer.prompt_token_ids != request.prompt.tolist():
-            raise EngineFailed("vLLM makes other tokens of the images than env_manager: give both the same model.")
-        chunk = self._chunk(answer.choices[0], request)
-        self.http.verify(
-            _GENERATE, chunk, vocabulary_size=self._limits.vocabulary_size, top_logprobs=request.top_logprobs
-        )
-        return chunk
+    async def generate(self, request: Request, *, cache_key: str) -> AsyncGenerator[Chunk, None]:
+        body = self._body(request, cache_salt=cache_key)
+        if request.images:
+            answer = await self._answer_about_images(body)
+            if answer.prompt_token_ids != request.prompt.tolist():
+                raise EngineFailed("vLLM makes other tokens of the images than env_manager: give both the same model.")
+            yield self._chunk(answer.choices[0], request)
+            return
+        async with aclosing(self.http.answers(_GENERATE, _Generated, body)) as answers:
+            async for answer in answers:
+                yield self._chunk(answer.choices[0], request)
 
-    async def _answer(self, body: Mapping[str, Any]) -> _Generated:
+    async def _answer_about_images(self, body: Mapping[str, Any]) -> _Generated:
         """One half of vLLM forgets images a moment before the other when its caches are cleared. What asks for one
         meanwhile fails, and succeeds when it is sent again."""
         try:
             return await self.http.ask(_GENERATE, _Generated, body)
         except EngineFailed:
-            if "content_parts" not in body:
-                raise
-        return await self.http.ask(_GENERATE, _Generated, body)
+            return await self.http.ask(_GENERATE, _Generated, body)
 
     def _body(self, request: Request, *, cache_salt: str) -> dict[str, Any]:
         # Of k candidates vLLM gives one place to the sampled token, however unlikely it is.
@@ -266,11 +267,14 @@ class VllmServer:
         }
         if request.seed is not None:
             sampling["seed"] = request.seed
+        interval = self._config.vllm.stream_interval
+        if interval:
+            sampling["stream_interval"] = interval
         return {
             "request_id": request.key,
             "token_ids": request.prompt.tolist(),
             "sampling_params": sampling,
-            "stream": False,
+            "stream": interval > 0 and not request.images,
             "cache_salt": cache_salt,
             **(_with_images(request, cache_salt=cache_salt) if request.images else {}),
         }
@@ -282,10 +286,13 @@ class VllmServer:
             token_ids=choice.token_ids or [],
             logprobs=[position.logprob for position in content],
             spans=[(self.labels.version(span.version), span.end - span.start) for span in choice.weight_versions or []],
-            finish=_FINISH.get(choice.finish_reason or "", ABORT),
+            finish=_FINISH.get(choice.finish_reason, ABORT) if choice.finish_reason else None,
         )
         if request.top_logprobs:
             chunk.top = [_likeliest(position.top_logprobs, request.top_logprobs) for position in content]
+        self.http.verify(
+            _GENERATE, chunk, vocabulary_size=self._limits.vocabulary_size, top_logprobs=request.top_logprobs
+        )
         return chunk
 
     async def abort(self, keys: AbstractSet[str]) -> None:
