@@ -3,20 +3,21 @@
 import asyncio
 import socket
 import uuid
+from collections.abc import Sequence
 
 import torch
 from grpc import aio
 
 from rollfarm import rpc, service
-from rollfarm.config import ConfigError
+from rollfarm.config import ConfigError, Listen
 from rollfarm.errors import TrainerReplaced
 from rollfarm.v1 import llm_proxy_pb2_grpc, sample_buffer_pb2_grpc, trainer_pb2_grpc
 from trainer import ranks, warm_start
 from trainer.backends.build import build_models
 from trainer.buffer import BufferClient
 from trainer.checkpoints import Checkpoints
-from trainer.colocation import Apart, Colocated
-from trainer.config import TrainerRoot
+from trainer.colocation import Apart, Colocated, Turns
+from trainer.config import TrainerConfig, TrainerRoot
 from trainer.controller import Controller
 from trainer.controls import Controls
 from trainer.create_model import ensure_model
@@ -60,64 +61,101 @@ async def serve(root: TrainerRoot) -> None:
     feeds = feeds_of(root)
     progress = Progress(root.run.name, root.run.steps, root.run.path / "metrics.jsonl", feeds)
     controls = Controls()
-    asked, stop = service.stop_on_signal(), asyncio.Event()
+    asked = service.stop_on_signal()
     async with rpc.channel(config.sample_buffer_address) as buffer, rpc.channel(config.llm_proxy_address) as proxy:
         engines = llm_proxy_pb2_grpc.LlmProxyServiceStub(proxy)
-        drain_seconds = config.transfer_timeout_seconds if config.update_mode == "drain" else 0.0
-        publisher = Publisher(
-            engines,
-            build_transport(config, root.run.path),
-            mode=config.update_mode,
-            concurrent_engine_count=config.rolling_engines,
-            transfer_timeout_seconds=config.transfer_timeout_seconds,
-        )
-        turns = (
-            Colocated(engines, controls, publisher.may_catch_up, drain_seconds=drain_seconds)
-            if config.colocated
-            else Apart()
-        )
-        controller = Controller(
-            root,
-            lambda: build_learner(root),
-            BufferClient(
-                sample_buffer_pb2_grpc.SampleBufferServiceStub(buffer),
-                run_id=root.run.name,
-                trainer_id=f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}",
-            ),
-            publisher,
-            Checkpoints(
-                root.run.path / "checkpoints",
-                run_id=root.run.name,
-                keep=config.keep_checkpoints,
-                keep_best=config.keep_best,
-            ),
-            progress,
-            controls,
-            turns,
-        )
-
-        def register(server: aio.Server) -> None:
-            trainer_pb2_grpc.add_TrainerServiceServicer_to_server(TrainerServicer(progress, controls), server)
-
-        async def drain_when_asked() -> None:
-            await asked.wait()
-            controls.drain()
-
-        async def learn() -> None:
-            await controller.run()
-            stop.set()
-
-        loops = [drain_when_asked, learn, publisher.watch, turns.renew]
-        if ranks.world_size() > 1:
-            loops.append(lambda: controller.pulse(ranks.PULSE_SECONDS))
+        publisher = _publisher(root, engines)
+        turns = _turns(config, engines, controls, publisher)
+        controller = _controller(root, buffer, publisher, progress, controls, turns)
+        servicer = TrainerServicer(progress, controls)
         try:
-            await service.serve(register, config.listen, *loops, services=[SERVICE], stop=stop)
+            await _run(config.listen, servicer, controller, [publisher.watch, turns.renew], controls, asked)
         except BaseExceptionGroup as group:
             if wrong := _config_error(group):
                 raise wrong from None
             raise
         finally:
             await asyncio.to_thread(close_all, feeds)
+
+
+def _publisher(root: TrainerRoot, engines: llm_proxy_pb2_grpc.LlmProxyServiceAsyncStub) -> Publisher:
+    config = root.trainer
+    return Publisher(
+        engines,
+        build_transport(config, root.run.path),
+        mode=config.update_mode,
+        concurrent_engine_count=config.rolling_engines,
+        transfer_timeout_seconds=config.transfer_timeout_seconds,
+    )
+
+
+def _turns(
+    config: TrainerConfig,
+    engines: llm_proxy_pb2_grpc.LlmProxyServiceAsyncStub,
+    controls: Controls,
+    publisher: Publisher,
+) -> Turns:
+    if not config.colocated:
+        return Apart()
+    drain_seconds = config.transfer_timeout_seconds if config.update_mode == "drain" else 0.0
+    return Colocated(engines, controls, publisher.may_catch_up, drain_seconds=drain_seconds)
+
+
+def _controller(
+    root: TrainerRoot,
+    buffer: aio.Channel,
+    publisher: Publisher,
+    progress: Progress,
+    controls: Controls,
+    turns: Turns,
+) -> Controller:
+    return Controller(
+        root,
+        lambda: build_learner(root),
+        BufferClient(
+            sample_buffer_pb2_grpc.SampleBufferServiceStub(buffer),
+            run_id=root.run.name,
+            trainer_id=f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}",
+        ),
+        publisher,
+        Checkpoints(
+            root.run.path / "checkpoints",
+            run_id=root.run.name,
+            keep=root.trainer.keep_checkpoints,
+            keep_best=root.trainer.keep_best,
+        ),
+        progress,
+        controls,
+        turns,
+    )
+
+
+async def _run(
+    listen: Listen,
+    servicer: TrainerServicer,
+    controller: Controller,
+    besides: Sequence[service.Loop],
+    controls: Controls,
+    asked: asyncio.Event,
+) -> None:
+    """Serve while the controller runs, with loops besides; drain where it is asked to stop."""
+    stop = asyncio.Event()
+
+    def register(server: aio.Server) -> None:
+        trainer_pb2_grpc.add_TrainerServiceServicer_to_server(servicer, server)
+
+    async def drain_when_asked() -> None:
+        await asked.wait()
+        controls.drain()
+
+    async def learn() -> None:
+        await controller.run()
+        stop.set()
+
+    loops = [drain_when_asked, learn, *besides]
+    if ranks.world_size() > 1:
+        loops.append(lambda: controller.pulse(ranks.PULSE_SECONDS))
+    await service.serve(register, listen, *loops, services=[SERVICE], stop=stop)
 
 
 def _config_error(group: BaseExceptionGroup) -> ConfigError | None:
