@@ -1,5 +1,7 @@
 """Puts the trainer together, in order."""
 
+from __future__ import annotations
+
 import asyncio
 import socket
 import uuid
