@@ -23,7 +23,7 @@ from trainer.buffer import BufferClient, LeasedBatch
 from trainer.checkpoints import Checkpoints, CheckpointState, replace_folder
 from trainer.colocation import Apart, Turns
 from trainer.config import TrainerRoot
-from trainer.controls import Controls, Draining
+from trainer.controls import Controls, Draining, Interrupted, unless
 from trainer.disk import remedy
 from trainer.learner import Learner
 from trainer.progress import Progress, StepReport, ValidationReport
@@ -37,10 +37,6 @@ T = TypeVar("T")
 
 DRAIN_GRACE_SECONDS = 5.0
 """How long a publication or a commit may still take once the trainer was asked to stop."""
-
-
-class Interrupted(Exception):
-    """Somebody wants something before the wait is over."""
 
 
 class Controller:
@@ -154,11 +150,9 @@ class Controller:
     async def _take_over(self) -> sample_buffer_pb2.ConfigureRunResponse:
         """Be the run's one trainer; where the run stands."""
         try:
-            return await self._unless(self._controls.until_draining, self._buffer.configure(self._run.to_proto()))
+            return await self._controls.unless_draining(self._buffer.configure(self._run.to_proto()))
         except (RunMismatch, InvalidArgument) as error:
             raise ConfigError(f"run: {error}") from None
-        except Interrupted:
-            raise Draining from None
 
     async def _load_newest(self, run: sample_buffer_pb2.ConfigureRunResponse) -> None:
         self._checkpoints.sweep()
@@ -181,10 +175,7 @@ class Controller:
         self._progress.published(run.policy_version)
         if self._step > self._committed:
             commit = self._buffer.commit(self._step - 1, self._last_batch_id)
-            try:
-                await self._unless(self._controls.until_draining, commit, grace=DRAIN_GRACE_SECONDS)
-            except Interrupted:
-                raise Draining from None
+            await self._controls.unless_draining(commit, grace=DRAIN_GRACE_SECONDS)
             self._committed = self._step
         log.info(
             "run begins" if run.created else "run goes on",
@@ -206,7 +197,7 @@ class Controller:
             if self._step >= self._delivered:
                 await self._turns.give(self._move)
             try:
-                leased = await self._unless(self._controls.until_wanted, self._buffer.lease_batch(self._step))
+                leased = await unless(self._controls.until_wanted, self._buffer.lease_batch(self._step))
             except Interrupted:
                 continue
             await self._between_steps()
@@ -282,12 +273,7 @@ class Controller:
             await self._buffer.publish_version(version, self._step)
             self._progress.published(version)
 
-        try:
-            await self._unless(
-                self._controls.until_draining, self._publisher.publish(snapshot, announce), grace=DRAIN_GRACE_SECONDS
-            )
-        except Interrupted:
-            raise Draining from None
+        await self._controls.unless_draining(self._publisher.publish(snapshot, announce), grace=DRAIN_GRACE_SECONDS)
 
     async def _gather(self, version: int) -> tuple[Snapshot, Awaitable[Snapshot]]:
         """The weights as a version that may be sent while it is gathered, and when that is done."""
@@ -352,8 +338,8 @@ class Controller:
                 self._value(report)
         commit = self._buffer.commit(state.step_count - 1, state.last_batch_id)
         try:
-            await self._unless(self._controls.until_draining, commit, grace=DRAIN_GRACE_SECONDS)
-        except Interrupted:
+            await self._controls.unless_draining(commit, grace=DRAIN_GRACE_SECONDS)
+        except Draining:
             log.warning("step not committed; it will be when the run goes on", step=state.step_count)
             return
         self._committed = state.step_count
@@ -371,9 +357,7 @@ class Controller:
         play = self._buffer.validate(f"step-{self._step}-version-{version}", self._config.validation_episodes)
         try:
             async with asyncio.timeout(self._config.validation_timeout_seconds):
-                results = await self._unless(self._controls.until_draining, play)
-        except Interrupted:
-            raise Draining from None
+                results = await self._controls.unless_draining(play)
         except TimeoutError:
             log.warning("validation given up", step=self._step, seconds=self._config.validation_timeout_seconds)
             return
@@ -425,24 +409,6 @@ class Controller:
                 f"run.folder: the model could not be written to {path}: {error}. {remedy(error)} Then go on with the "
                 "run; every step is saved."
             ) from None
-
-    async def _unless(
-        self, interruption: Callable[[], Awaitable[None]], work: Awaitable[T], *, grace: float = 0.0
-    ) -> T:
-        """`work`, unless `interruption` ends first and `grace` seconds after it. Raises Interrupted then."""
-        task = asyncio.ensure_future(work)
-        alarm = asyncio.ensure_future(interruption())
-        try:
-            await asyncio.wait({task, alarm}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done():
-                await asyncio.wait({task}, timeout=grace)
-            if not task.done():
-                raise Interrupted
-            return task.result()
-        finally:
-            for each in (task, alarm):
-                each.cancel()
-            await asyncio.gather(task, alarm, return_exceptions=True)
 
 
 def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:

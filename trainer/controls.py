@@ -1,17 +1,24 @@
 """What people ask of a running trainer: pause, go on, save, stop. The controller looks between steps."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import TypeVar
 
 from rollfarm.errors import FarmError, Unavailable
 from rollfarm.service import Changed
+
+T = TypeVar("T")
 
 FOREVER_SECONDS = 7 * 24 * 3600.0
 
 
 class Draining(Exception):
     """The trainer was asked to stop: finish what cannot be repeated, and leave."""
+
+
+class Interrupted(Exception):
+    """Somebody wants something before the wait is over."""
 
 
 class Controls:
@@ -73,6 +80,30 @@ class Controls:
         """Until a paused trainer has something to do."""
         await self._until(lambda: self.draining or self.checkpoint_wanted or not self.paused)
 
+    async def unless_draining(self, work: Awaitable[T], *, grace: float = 0.0) -> T:
+        """`work`, unless the trainer has to go first and `grace` seconds more are over. Raises Draining then."""
+        try:
+            return await unless(self.until_draining, work, grace=grace)
+        except Interrupted:
+            raise Draining from None
+
     async def _until(self, condition: Callable[[], bool]) -> None:
         while await self._changed.first(lambda: condition() or None, FOREVER_SECONDS) is None:
             pass
+
+
+async def unless(interruption: Callable[[], Awaitable[None]], work: Awaitable[T], *, grace: float = 0.0) -> T:
+    """`work`, unless `interruption` ends first and `grace` seconds after it. Raises Interrupted then."""
+    task = asyncio.ensure_future(work)
+    alarm = asyncio.ensure_future(interruption())
+    try:
+        await asyncio.wait({task, alarm}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            await asyncio.wait({task}, timeout=grace)
+        if not task.done():
+            raise Interrupted
+        return task.result()
+    finally:
+        for each in (task, alarm):
+            each.cancel()
+        await asyncio.gather(task, alarm, return_exceptions=True)
