@@ -1,5 +1,8 @@
 """Which engine a request goes to: least to do, sessions and prompts where they are cached."""
 
+import time
+
+from llm_proxy.choice import Memory
 from tests.llm_proxy.world import LENGTH, World
 
 
@@ -98,3 +101,31 @@ def test_a_bound_of_0_looks_at_caches_between_equals_alone() -> None:
         world.ask(str(number), prompt=[1] * 500)
 
     assert sorted(world.step()) == ["0@a", "1@b", "2@b", "3@a"]
+
+
+def test_the_latest_are_remembered() -> None:
+    memory = Memory(2)
+    memory.put("a", ("e", 1))
+    memory.put("b", ("e", 2))
+    memory.put("a", ("f", 3))
+
+    memory.put("c", ("e", 4))
+
+    assert memory.keys == ["a", "c"]
+    assert memory.get("a") == ("f", 3)
+    assert memory.get("b") is None
+
+
+def test_a_full_memory_forgets_as_quickly_as_it_remembers() -> None:
+    memory = Memory(50_000)
+
+    filling, full = seconds_to_put(memory, range(50_000)), seconds_to_put(memory, range(50_000, 150_000))
+
+    assert full / 2 < 8 * filling
+
+
+def seconds_to_put(memory: Memory, keys: range) -> float:
+    began = time.process_time()
+    for key in keys:
+        memory.put(key, ("e", 1))
+    return time.process_time() - began
