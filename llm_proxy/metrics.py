@@ -2,20 +2,12 @@
 
 from collections.abc import Callable, Iterator
 
-from prometheus_client import Histogram
-from prometheus_client.core import REGISTRY, CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import REGISTRY, CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from llm_proxy.breakers import Phase
 from llm_proxy.pool import SERVING, EngineState
 from llm_proxy.routing import Router
-
-QUEUE_SECONDS = Histogram(
-    "rollfarm_llm_proxy_queue_seconds",
-    "Time that a request waited for a slot, each time it did.",
-    buckets=(0.0005, 0.002, 0.01, 0.05, 0.25, 1, 5, 30, 120),
-)
-
 
 ENGINE_GAUGES: dict[str, tuple[str, Callable[[EngineState], float]]] = {
     "serving": ("1 while the engine is given requests.", lambda engine: engine.state == SERVING),
@@ -48,6 +40,12 @@ class RouterMetrics(Collector):
         yield _counter("finished_requests", "Requests answered.", router.finished_count)
         yield _counter("resumptions", "Requests given to a further engine.", router.resumption_count)
         yield _counter("moves", "Stuck requests taken from their engine.", router.moved_count)
+        yield HistogramMetricFamily(
+            "rollfarm_llm_proxy_queue_seconds",
+            "Time that a request waited for a slot, each time it did.",
+            buckets=router.queue_seconds.buckets,
+            sum_value=router.queue_seconds.total,
+        )
         yield from self._engines()
         yield from self._tenants()
 

@@ -1,7 +1,7 @@
 """The engines as routing sees them: state, version, breaker, slots, and who may be given a request now.
 
-Invariants: `free` holds exactly the engines that may be given a request, the gate aside; an attempt holds its slot
-until its engine says that it is over, or is lost.
+Invariants: an engine is known as free, or as free for a probe, exactly while it may be given a request, the gate aside;
+an attempt holds its slot until its engine says that it is over, or is lost.
 """
 
 import math
@@ -124,7 +124,10 @@ class Pool:
         """When to look at each: at the end of its suspension, or whether it stalls."""
 
         self._roll_began_with: int | None = None
-        self.free: dict[str, EngineState] = {}
+        self._free: dict[str, EngineState] = {}
+        self._free_for_probe: dict[str, EngineState] = {}
+        """Those that may be given one request, to see whether they are well again."""
+
         self.served = Served()
         self.revision = 0
         self.context_tokens = 0
@@ -149,24 +152,35 @@ class Pool:
             raise UnknownEngine(f"No engine {engine_id!r} is attached.", engine_id=engine_id)
         return engine
 
+    @property
+    def free_slots(self) -> int:
+        """How many requests the free engines may be given."""
+        slots = sum([engine.capacity - len(engine.attempts) for engine in self._free.values()])
+        return slots + len(self._free_for_probe)
+
     def free_lanes(self) -> Collection[Lane]:
         """What the free engines may take."""
-        if not self.free:
+        if not (self._free or self._free_for_probe):
             return ()
         if self.served.newest == self.served.oldest:
             return _ALL_LANES
-        return {lane for engine in self.free.values() for lane in self.served.lanes(engine.version)}
+        free = (*self._free.values(), *self._free_for_probe.values())
+        return {lane for engine in free for lane in self.served.lanes(engine.version)}
 
-    def free_for(self, lane: Lane) -> list[EngineState]:
-        """The free engines that serve a lane."""
-        if self.served.newest == self.served.oldest:
-            return list(self.free.values())
-        return [engine for engine in self.free.values() if lane in self.served.lanes(engine.version)]
+    def free_for(self, lane: Lane) -> Collection[EngineState]:
+        """The free engines that serve a lane, without those that wait for a probe."""
+        return self._of_lane(lane, self._free.values())
 
-    def candidates(self, lane: Lane) -> list[EngineState]:
+    def candidates(self, lane: Lane) -> Collection[EngineState]:
         """The free engines for the next request of a lane: those that wait for a probe first."""
-        free = self.free_for(lane)
-        return [engine for engine in free if engine.state == SUSPENDED] or free
+        if self._free_for_probe and (probed := self._of_lane(lane, self._free_for_probe.values())):
+            return probed
+        return self._of_lane(lane, self._free.values())
+
+    def _of_lane(self, lane: Lane, engines: Collection[EngineState]) -> Collection[EngineState]:
+        if self.served.newest == self.served.oldest:
+            return engines
+        return [engine for engine in engines if lane in self.served.lanes(engine.version)]
 
     # --- joining and leaving ---
 
@@ -185,7 +199,8 @@ class Pool:
     def remove(self, engine: EngineState) -> None:
         """Forget an engine without attempts."""
         del self._engines[engine.engine_id]
-        self.free.pop(engine.engine_id, None)
+        self._free.pop(engine.engine_id, None)
+        self._free_for_probe.pop(engine.engine_id, None)
         self._checks.discard(engine)
         self._refresh_limits()
         self.revision += 1
@@ -273,17 +288,19 @@ class Pool:
 
     def start(self, engine: EngineState, attempt: Attempt, now: float) -> None:
         """The engine is given a request."""
-        if not engine.attempts:
-            engine.sign_of_life_at = now
+        is_probe = engine.breaker.phase is Phase.READY
+        owes_anew = is_probe or not engine.attempts
         engine.attempts[attempt.wire_id] = attempt
         engine.load += attempt.load
-        if engine.breaker.phase is Phase.READY:
+        if is_probe:
             engine.breaker.probe()
             engine.probe = attempt
+        if owes_anew:
             engine.sign_of_life_at = now
-        if engine not in self._checks:
-            self._watch(engine)
-        self._refresh_free(engine)
+            if engine not in self._checks:
+                self._watch(engine)
+        if is_probe or len(engine.attempts) >= engine.capacity:
+            self._refresh_free(engine)
 
     def progressed(self, engine: EngineState, attempt: Attempt, count: int, now: float) -> None:
         """An attempt brought tokens."""
@@ -305,7 +322,8 @@ class Pool:
         if engine.probe is attempt:
             engine.probe = None
             engine.breaker.probe_left()
-        self._refresh_free(engine)
+        if engine.engine_id not in self._free:
+            self._refresh_free(engine)
 
     # --- breakers ---
 
@@ -381,11 +399,18 @@ class Pool:
         return SERVING, ""
 
     def _refresh_free(self, engine: EngineState) -> None:
-        may = engine.state == SERVING or (engine.state == SUSPENDED and engine.breaker.phase is Phase.READY)
-        if may and not engine.is_held and not engine.status.sleeping and len(engine.attempts) < engine.capacity:
-            self.free[engine.engine_id] = engine
-        else:
-            self.free.pop(engine.engine_id, None)
+        has_room = len(engine.attempts) < engine.capacity and not engine.is_held and not engine.status.sleeping
+        awaits_probe = engine.state == SUSPENDED and engine.breaker.phase is Phase.READY
+        _keep(self._free, engine, has_room and engine.state == SERVING)
+        _keep(self._free_for_probe, engine, has_room and awaits_probe)
+
+
+def _keep(engines: dict[str, EngineState], engine: EngineState, is_one: bool) -> None:
+    """Have an engine among these, or not."""
+    if is_one:
+        engines[engine.engine_id] = engine
+    else:
+        engines.pop(engine.engine_id, None)
 
 
 def _least(sizes: Iterable[int]) -> int:

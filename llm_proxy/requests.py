@@ -55,6 +55,10 @@ class OpenRequest:
     """A request from its arrival to its answer."""
 
     asked: llm_proxy_pb2.ProxiedGeneration
+    generation: engine_pb2.Generation
+    """That of `asked`."""
+
+    request_id: str
     arrival: int
     """Position among all requests; breaks ties."""
 
@@ -81,19 +85,9 @@ class OpenRequest:
     generate_seconds: float = 0.0
     token_ids: bytearray = field(default_factory=bytearray)
     logprobs: bytearray = field(default_factory=bytearray)
-    spans: list[trajectory_pb2.VersionSpan] = field(init=False)
+    spans: list[trajectory_pb2.VersionSpan] = field(default_factory=list[trajectory_pb2.VersionSpan])
     top: llm_proxy_pb2.GenerationResult | None = None
     """Holds top_logprobs where they were asked for."""
-
-    generation: engine_pb2.Generation = field(init=False)
-    """That of `asked`."""
-
-    request_id: str = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.spans = []
-        self.generation = self.asked.generation
-        self.request_id = self.generation.request_id
 
     @property
     def order(self) -> tuple[int, bool, int]:
@@ -117,7 +111,7 @@ class OpenRequest:
 
     def append(self, chunk: engine_pb2.GenerationChunk) -> None:
         """Take the chunk's tokens. Raises EngineMisbehaved, and then takes none."""
-        token_ids, logprobs, spans = chunk.token_ids, chunk.logprobs, chunk.version_spans
+        token_ids, logprobs, spans = chunk.token_ids, chunk.logprobs, list(chunk.version_spans)
         stamped = sum([span.token_count for span in spans])
         if not len(token_ids) == len(logprobs) == 4 * stamped:
             raise EngineMisbehaved(
@@ -178,7 +172,7 @@ class OpenRequest:
 
     def leave_place(self, now: float) -> None:
         """Account for the time spent where it is."""
-        spent = max(0.0, now - self.since)
+        spent = now - self.since
         if self.place is Place.RUNNING:
             self.generate_seconds += spent
         else:

@@ -13,6 +13,7 @@ every change and at `next_deadline`. Invariants:
 from collections.abc import Mapping
 
 from llm_proxy.choice import Choice, Chosen
+from llm_proxy.histograms import Histogram
 from llm_proxy.pool import (
     BEHIND,
     CONNECTING,
@@ -28,6 +29,7 @@ from llm_proxy.requests import ABORT, LENGTH, STOP, FinishReason, OpenRequest, P
 from llm_proxy.settings import RoutingSettings
 from llm_proxy.stuck import StuckAttempts
 from llm_proxy.tenants import Tenant, Tenants
+from llm_proxy.versions import Lane
 from llm_proxy.waiting import WaitingLine
 from rollfarm.error_wire import from_failure, to_failure
 from rollfarm.errors import EngineFailed, FarmError, InvalidArgument, is_retryable
@@ -35,6 +37,8 @@ from rollfarm.tokens import token_count
 from rollfarm.v1 import engine_pb2, llm_proxy_pb2
 
 __all__ = ["BEHIND", "CONNECTING", "DRAINING", "SERVING", "SUSPENDED", "EngineState", "Router", "refusal"]
+
+_QUEUE_SECONDS = (0.0005, 0.002, 0.01, 0.05, 0.25, 1.0, 5.0, 30.0, 120.0)
 
 
 class Effects:
@@ -48,9 +52,6 @@ class Effects:
         """Ids on the wire by engine."""
 
         self.answers: list[tuple[Waiter, llm_proxy_pb2.GenerationResult]] = []
-        self.waits: list[float] = []
-        """Seconds that each request sent spent in the line, this time."""
-
         self.left: list[str] = []
         """Engines that drained, and are detached."""
 
@@ -76,6 +77,9 @@ class Router:
         self.moved_count = 0
         """Stuck requests taken from their engine."""
 
+        self.queue_seconds = Histogram(_QUEUE_SECONDS)
+        """What each request spent in the line, each time it did."""
+
     # --- what clients do ---
 
     def submit(
@@ -86,7 +90,8 @@ class Router:
         Raises VersionUnavailable when the exact version is gone, QuotaExceeded when the tenant has too many open, and
         InvalidArgument when the open one is different.
         """
-        request_id = asked.generation.request_id
+        generation = asked.generation
+        request_id = generation.request_id
         first = self._open.get(request_id)
         if first is not None:
             if first.asked != asked:
@@ -98,7 +103,7 @@ class Router:
             raise self._pool.served.gone(asked)
         tenant = self._tenants.enter(asked.tenant)
         self._arrivals += 1
-        request = OpenRequest(asked, self._arrivals, [waiter], tenant, now, watch)
+        request = OpenRequest(asked, generation, request_id, self._arrivals, [waiter], tenant, now, watch)
         self._open[request_id] = request
         self._line.put(request, now)
 
@@ -287,6 +292,8 @@ class Router:
         self._stuck.check(now)
 
     def _give_out(self, now: float) -> None:
+        for request in self._line.pop_arrived(self._pool.free_slots):
+            self._start(request, self._choice.choose(request, self._pool.candidates(Lane.ANY)), now)
         while (lanes := self._pool.free_lanes()) and (popped := self._line.pop(lanes)) is not None:
             request, lane = popped
             self._start(request, self._choice.choose(request, self._pool.candidates(lane)), now)
@@ -306,13 +313,12 @@ class Router:
 
     def _others(self, request: OpenRequest, engine: EngineState) -> list[EngineState]:
         lane = self._pool.served.lane(request)
-        free = [] if lane is None else self._pool.free_for(lane)
-        return [other for other in free if other is not engine and other.state == SERVING]
+        return [] if lane is None else [other for other in self._pool.free_for(lane) if other is not engine]
 
     def _start(self, request: OpenRequest, chosen: Chosen, now: float) -> None:
         engine, prompt_cost = chosen
         wire_id = self._wire_id(request, engine)
-        self._effects.waits.append(now - request.since)
+        self.queue_seconds.observe(now - request.since)
         request.leave_place(now)
         request.place, request.engine_id, request.wire_id = Place.RUNNING, engine.engine_id, wire_id
         self.resumption_count += request.attempts > 0

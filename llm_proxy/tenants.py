@@ -117,10 +117,18 @@ class Tenants:
             self._turns.put(tenant, tenant.spent)
         return accepted
 
+    def goes_ahead(self, tenant: Tenant) -> None:
+        """One of its requests needs no turn, since nobody waits."""
+        last = self._last
+        if last is not tenant:
+            self._last = tenant
+            if last is not None:
+                tenant.spent = max(tenant.spent, last.spent)
+
     def started(self, tenant: Tenant, prompt_cost: int, most_tokens: int) -> int:
         """Take a slot and charge for it in advance. Returns the output tokens that are paid for."""
-        usual = most_tokens if tenant.usual_tokens is None else round(tenant.usual_tokens)
-        prepaid = min(most_tokens, usual)
+        usual = tenant.usual_tokens
+        prepaid = most_tokens if usual is None or usual > most_tokens else round(usual)
         tenant.slot_count += 1
         self._charge(tenant, prompt_cost + prepaid)
         if not tenant.may_start:
@@ -146,7 +154,7 @@ class Tenants:
 
     def _charge(self, tenant: Tenant, cost: int) -> None:
         tenant.spent += cost / tenant.settings.weight
-        if cost and tenant in self._turns:
+        if cost and tenant.ready_count and tenant in self._turns:
             self._turns.put(tenant, tenant.spent)
 
     def _refresh(self, tenant: Tenant) -> None:

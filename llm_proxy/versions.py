@@ -55,7 +55,7 @@ class Served:
         needed = asked.min_version
         if needed > self.newest:
             return Lane.LATER
-        return Lane.ANY if max(needed, request.latest_version) <= self.oldest else Lane.NEWEST
+        return Lane.ANY if needed <= self.oldest and request.latest_version <= self.oldest else Lane.NEWEST
 
     def is_gone(self, asked: llm_proxy_pb2.ProxiedGeneration) -> bool:
         """Whether its exact version has passed."""

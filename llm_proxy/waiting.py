@@ -1,11 +1,13 @@
 """Requests without an engine: by turns of their tenants; in each least priority first, then those already begun, then
 by arrival.
 
-A request whose version is not served yet waits apart, until it is or until its time is up. Invariant: every request
-here is WAITING, in exactly one lane, the one that the versions served give it.
+A request whose version is not served yet waits apart, until it is or until its time is up. Those that just came and may
+go anywhere line up when it turns out that somebody has to wait. Invariant: every request here is WAITING, and just came
+or is in exactly one lane, the one that the versions served give it.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from operator import attrgetter
 
 from llm_proxy.heaps import Heap
 from llm_proxy.requests import OpenRequest, Place
@@ -13,6 +15,8 @@ from llm_proxy.tenants import Tenant, Tenants
 from llm_proxy.versions import Lane, Served
 
 Order = tuple[int, bool, int]
+
+_ORDER = attrgetter("order")
 
 
 class WaitingLine:
@@ -22,6 +26,9 @@ class WaitingLine:
         self._tenants = tenants
         self._version_wait_seconds = version_wait_seconds
         self._lines: dict[Tenant, dict[Lane, Heap[Order, OpenRequest]]] = {}
+        self._arrived: dict[OpenRequest, None] = {}
+        """Requests that may go anywhere and are in no lane yet, as they came."""
+
         self._demanding: dict[OpenRequest, Lane] = {}
         """Requests that may not go anywhere, with their lanes, which change with the versions served."""
 
@@ -44,9 +51,28 @@ class WaitingLine:
         request.place = Place.WAITING
         request.tenant.waiting_count += 1
         self._count += 1
+        if lane is Lane.ANY:
+            self._arrived[request] = None
+            return
         if lane is Lane.LATER:
             self._version_waits.put(request, now + self._version_wait_seconds)
         self._enter(request, lane)
+
+    def pop_arrived(self, room: int) -> Iterator[OpenRequest]:
+        """Take those that just came, in order, if nobody else waits and there is room for all; otherwise they line up.
+
+        Whose turn it is does not matter then. One whose tenant may have no further slot lines up all the same.
+        """
+        arrived, self._arrived = self._arrived, {}
+        all_may_go = not self._lines and len(arrived) <= room
+        for request in sorted(arrived, key=_ORDER):
+            tenant = request.tenant
+            if all_may_go and tenant.may_start:
+                self._tenants.goes_ahead(tenant)
+                self._taken(request)
+                yield request
+            else:
+                self._enter(request, Lane.ANY)
 
     def pop(self, lanes: Collection[Lane]) -> tuple[OpenRequest, Lane] | None:
         """Take the request that goes next to engines that serve these lanes, and say which it was in."""
@@ -56,10 +82,11 @@ class WaitingLine:
     def remove(self, request: OpenRequest) -> Lane:
         """Take a request out of its lane, whichever it is in. The caller gives it its next place."""
         lane = self._demanding.pop(request, Lane.ANY) if self._demanding else Lane.ANY
-        self._leave(request, lane)
-        request.place = Place.DONE
-        request.tenant.waiting_count -= 1
-        self._count -= 1
+        if request in self._arrived:
+            del self._arrived[request]
+        else:
+            self._leave(request, lane)
+        self._taken(request)
         return lane
 
     def serve(self, served: Served) -> list[OpenRequest]:
@@ -84,6 +111,11 @@ class WaitingLine:
             self._version_waits.discard(request)
             overdue.append(request)
         return overdue
+
+    def _taken(self, request: OpenRequest) -> None:
+        request.place = Place.DONE
+        request.tenant.waiting_count -= 1
+        self._count -= 1
 
     def _enter(self, request: OpenRequest, lane: Lane) -> None:
         if lane is not Lane.ANY:

@@ -17,18 +17,17 @@ _NO_ID = 2**31
 _UNSIGNED = np.dtype("<u4")
 
 _FINITE = sys.float_info.max
-_RANGES = (("max_tokens", 1, _FINITE), ("temperature", 0, _FINITE), ("top_p", 0, 1), ("top_k", 0, _FINITE))
-"""What is least and most allowed, whatever the model. What is not a number is in no range."""
 
 
 def check_prompt(prompt: Ids, *, context_tokens: int, vocabulary_size: int) -> None:
     """Raise InvalidArgument unless the prompt is of the vocabulary and leaves room for a token."""
-    if not len(prompt):
+    length = len(prompt)
+    if not length:
         raise InvalidArgument("The prompt is empty; at least one token is needed.", field="prompt_token_ids")
-    if 0 < context_tokens <= len(prompt):
+    if 0 < context_tokens <= length:
         raise InvalidArgument(
-            f"The prompt has {len(prompt)} tokens, which leaves none for output in a context of {context_tokens}.",
-            prompt_token_count=len(prompt),
+            f"The prompt has {length} tokens, which leaves none for output in a context of {context_tokens}.",
+            prompt_token_count=length,
             context_token_count=context_tokens,
         )
     # One pass for both ends: read as unsigned, an id below 0 is greater than any vocabulary. `max` begins in Python.
@@ -44,8 +43,19 @@ def check_prompt(prompt: Ids, *, context_tokens: int, vocabulary_size: int) -> N
 
 def check_sampling(sampling: trajectory_pb2.Sampling, *, vocabulary_size: int) -> None:
     """Raise InvalidArgument unless every number is finite and in its range."""
-    for name, least, most in (*_RANGES, ("top_logprobs", 0, vocabulary_size or _FINITE)):
-        value = getattr(sampling, name)
-        if not least <= value <= most:
-            allowed = f"at least {least}" if most == _FINITE else f"between {least} and {most}"
-            raise InvalidArgument(f"{name} is {value}; it must be {allowed}.", **{name: value})
+    # What is not a number is in no range.
+    if (value := sampling.max_tokens) < 1:
+        raise _out_of_range("max_tokens", value, "at least 1")
+    if not 0 <= (value := sampling.temperature) <= _FINITE:
+        raise _out_of_range("temperature", value, "at least 0")
+    if not 0 <= (value := sampling.top_p) <= 1:
+        raise _out_of_range("top_p", value, "between 0 and 1")
+    if (value := sampling.top_k) < 0:
+        raise _out_of_range("top_k", value, "at least 0")
+    if not 0 <= (value := sampling.top_logprobs) <= (vocabulary_size or _FINITE):
+        allowed = f"between 0 and {vocabulary_size}" if vocabulary_size else "at least 0"
+        raise _out_of_range("top_logprobs", value, allowed)
+
+
+def _out_of_range(name: str, value: float, allowed: str) -> InvalidArgument:
+    return InvalidArgument(f"{name} is {value}; it must be {allowed}.", **{name: value})

@@ -14,7 +14,11 @@ def duration(seconds: float) -> duration_pb2.Duration:
 
 def set_duration(field: duration_pb2.Duration, seconds: float) -> None:
     """The same in place, for a field of a message that is being made: at a third of the cost."""
-    field.seconds, field.nanos = divmod(round(max(0.0, seconds) * _NANOS), _NANOS)
+    nanos = round(seconds * _NANOS)
+    if 0 <= nanos < _NANOS:
+        field.nanos = nanos
+    else:
+        field.seconds, field.nanos = divmod(max(0, nanos), _NANOS)
 
 
 def timestamp(seconds: float) -> timestamp_pb2.Timestamp:

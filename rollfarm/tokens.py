@@ -22,7 +22,7 @@ def pack_ids(ids: ArrayLike) -> bytes:
 
 def unpack_ids(data: bytes) -> Ids:
     """[T] read-only view of token ids."""
-    return np.frombuffer(_whole(data), dtype=ID)
+    return np.frombuffer(_whole(data), ID)
 
 
 def pack_logprobs(logprobs: ArrayLike) -> bytes:
@@ -32,7 +32,7 @@ def pack_logprobs(logprobs: ArrayLike) -> bytes:
 
 def unpack_logprobs(data: bytes) -> Logprobs:
     """[T] read-only view of log-probabilities, nats."""
-    return np.frombuffer(_whole(data), dtype=LOGPROB)
+    return np.frombuffer(_whole(data), LOGPROB)
 
 
 def token_count(data: bytes) -> int:

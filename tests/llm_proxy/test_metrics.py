@@ -4,7 +4,7 @@ from prometheus_client import generate_latest
 from prometheus_client.registry import CollectorRegistry
 
 from llm_proxy.metrics import register
-from tests.llm_proxy.world import World
+from tests.llm_proxy.world import LENGTH, World
 
 
 def page(world: World) -> dict[str, float]:
@@ -46,3 +46,21 @@ def test_each_engine_shows_what_it_does_and_whether_it_may() -> None:
     assert shown[f'{prefix}suspended{{engine="two"}}'] == 1
     assert shown['rollfarm_llm_proxy_tenant_queued_requests{tenant="a"}'] == 1
     assert shown['rollfarm_llm_proxy_tenant_running_requests{tenant="a"}'] == 2
+
+
+def test_the_time_that_requests_waited_is_counted_up_to_each_bound() -> None:
+    world = World()
+    world.engine("e", slots=1)
+    world.ask("at once")
+    world.step()
+    world.ask("later")
+    world.step()
+    world.now = 0.25
+    world.tell("e", "at once", [1], reason=LENGTH)
+
+    shown = page(world)
+
+    prefix = "rollfarm_llm_proxy_queue_seconds"
+    bounds = ("0.0005", "0.05", "0.25", "120.0", "+Inf")
+    assert [shown[f'{prefix}_bucket{{le="{bound}"}}'] for bound in bounds] == [1, 1, 2, 2, 2]
+    assert (shown[f"{prefix}_count"], shown[f"{prefix}_sum"]) == (2, 0.25)

@@ -18,8 +18,9 @@ class Written:
         self.messages: list[list[str]] = []
         self._more = asyncio.Event()
 
-    async def write(self, message: engine_pb2.EngineServiceGenerateRequest) -> None:
-        self.messages.append([generation.request_id for generation in message.generations])
+    async def write(self, message: bytes) -> None:
+        request = engine_pb2.EngineServiceGenerateRequest.FromString(message)
+        self.messages.append([generation.request_id for generation in request.generations])
         self._more.set()
 
     async def until(self, count: int) -> None:
@@ -49,6 +50,17 @@ async def test_requests_that_follow_a_message_closely_travel_together(monkeypatc
 
     assert call.messages == [["first"], ["b", "c", "d"]]
     writing.cancel()
+
+
+def test_what_is_too_large_for_a_message_is_halved_until_it_fits_and_keeps_its_order():
+    def joined(messages: list[engine_pb2.Generation]) -> str:
+        return "".join(message.request_id for message in messages)
+
+    messages = [engine_pb2.Generation(request_id=text) for text in ("a", "b", "c", "dddd", "e")]
+
+    assert list(rpc.fitted(joined, len, messages, most_bytes=2)) == ["ab", "c", "dddd", "e"]
+    assert list(rpc.fitted(joined, len, messages, most_bytes=8)) == ["abcdddde"]
+    assert list(rpc.fitted(joined, len, [], most_bytes=8)) == []
 
 
 async def test_what_a_message_carried_delays_the_next_one(monkeypatch: pytest.MonkeyPatch):
