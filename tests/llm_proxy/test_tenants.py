@@ -123,3 +123,19 @@ def test_tenants_that_have_nothing_open_are_forgotten() -> None:
 
     assert world.router.tenants == []
     assert len(world.router._tenants._tenants) < 10  # pyright: ignore[reportPrivateUsage]
+
+
+def test_who_never_had_to_wait_has_spent_all_the_same() -> None:
+    world = World()
+    world.engine("e")
+    for number in range(50):
+        world.ask(f"first-alone-{number}", tenant="first")
+        world.step()
+        serve(world, 1)
+    ask_many(world, "late", 100)
+    ask_many(world, "first", 100)
+    world.step()
+
+    served = serve(world, 41)
+
+    assert served["first"] == pytest.approx(served["late"], abs=8)
