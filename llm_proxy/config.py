@@ -116,7 +116,9 @@ class LlmProxyConfig(Config):
     fall asleep, and to wake."""
 
     drain_timeout_seconds: float = Field(default=120.0, gt=0)
-    """How long running requests may take to finish in UPDATE_MODE_DRAIN, within the caller's deadline."""
+    """How long the running requests of engines that change together may take to finish in UPDATE_MODE_DRAIN, within the
+    caller's deadline. It must exceed the longest generation: where one runs longer, the old weights go on, and the gate
+    was closed in vain."""
 
     @property
     def routing(self) -> RoutingSettings:

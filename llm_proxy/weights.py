@@ -6,6 +6,7 @@ it has answered so itself. Commits are carried out one at a time, and to their e
 """
 
 import asyncio
+import math
 import time
 from collections.abc import Collection, Coroutine
 from dataclasses import dataclass
@@ -49,8 +50,11 @@ class Change:
     instances: dict[str, str]
     """The instance of each engine that holds it."""
 
+    drain_seconds: float
+    """How long requests of an engine that is to change may go on under the old weights in UPDATE_MODE_DRAIN."""
+
     drain_until: float
-    """How long requests may go on under the old weights in UPDATE_MODE_DRAIN, monotonic."""
+    """And until when at most, monotonic."""
 
     @property
     def drains(self) -> bool:
@@ -102,8 +106,8 @@ class WeightUpdates:
         Raises WeightsNotStaged, VersionOutOfOrder and, where it cannot drain, DeadlineExceeded.
         """
         self._check_order(request.policy_version)
-        drain_seconds = rpc.remaining(self._config.drain_timeout_seconds) - _ANSWER_MARGIN_SECONDS
-        return await self._to_the_end(self._commit_alone(request, drain_seconds))
+        drain_until = time.monotonic() + rpc.remaining(math.inf) - _ANSWER_MARGIN_SECONDS
+        return await self._to_the_end(self._commit_alone(request, drain_until))
 
     async def abort(self, policy_version: int) -> None:
         """Forget a staged version everywhere; an engine that cannot be told forgets when it stages the next."""
@@ -160,7 +164,7 @@ class WeightUpdates:
     # --- commit ---
 
     async def _commit_alone(
-        self, request: llm_proxy_pb2.CommitWeightUpdateRequest, drain_seconds: float
+        self, request: llm_proxy_pb2.CommitWeightUpdateRequest, drain_until: float
     ) -> llm_proxy_pb2.CommitWeightUpdateResponse:
         async with self._one_at_a_time:
             version = request.policy_version
@@ -171,7 +175,7 @@ class WeightUpdates:
                     return llm_proxy_pb2.CommitWeightUpdateResponse(engine_ids=serving)
                 raise WeightsNotStaged(f"No engine holds version {version}.", policy_version=version)
             mode = request.mode or engine_pb2.UPDATE_MODE_KEEP
-            change = Change(version, mode, holders, time.monotonic() + drain_seconds)
+            change = Change(version, mode, holders, self._config.drain_timeout_seconds, drain_until)
             if version > self._router.policy_version:
                 return self._committed(change, await self._put_to_use(change, request.concurrent_engine_count))
             for engine_id in holders:
@@ -205,7 +209,7 @@ class WeightUpdates:
         for engine_id in change.instances:
             self._router.hold(engine_id)
         try:
-            if change.drains and (busy := await self._still_busy(change.instances, change.drain_until)):
+            if change.drains and (busy := await self._still_busy(change.instances, change)):
                 raise DeadlineExceeded(f"{busy} requests still run; the old weights keep serving.", running_count=busy)
             applied = await asyncio.gather(*(self._apply(engine_id, change) for engine_id in change.instances))
             engine_ids = change.instances.keys()
@@ -238,7 +242,7 @@ class WeightUpdates:
         """How long the engine stood still, or None where it failed."""
         self._router.hold(engine_id)
         try:
-            if change.drains and (busy := await self._still_busy([engine_id], change.drain_until)):
+            if change.drains and (busy := await self._still_busy([engine_id], change)):
                 log.warning("engine did not drain", engine_id=engine_id, running=busy)
                 return None
             pause = await self._apply(engine_id, change)
@@ -275,8 +279,9 @@ class WeightUpdates:
                 connection.give_up(f"it did not apply version {change.version}: {error.problem}")
         return None
 
-    async def _still_busy(self, engine_ids: Collection[str], until: float) -> int:
+    async def _still_busy(self, engine_ids: Collection[str], change: Change) -> int:
         """Requests that these engines still run when they should have none; 0 as soon as they have."""
+        until = min(time.monotonic() + change.drain_seconds, change.drain_until)
         engines = [engine for engine in self._router.engines if engine.engine_id in engine_ids]
 
         def is_idle() -> bool | None:

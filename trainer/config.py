@@ -232,14 +232,16 @@ class TrainerConfig(Config):
 
     update_mode: Literal["keep", "keep_cache", "resume", "drain"] = "keep"
     """What becomes of running requests when weights change: "keep" computes their KV again under the new weights,
-    "keep_cache" goes on with the old KV, "resume" queues them again from their tokens, "drain" lets them finish."""
+    "keep_cache" goes on with the old KV, "resume" queues them again from their tokens, "drain" lets them finish within
+    llm_proxy.drain_timeout_seconds, while others wait."""
 
     rolling_engines: int = Field(default=0, ge=0)
     """Engines that change weights at a time while the others go on serving the version before, so that the farm never
     stands still; meanwhile two versions are served. 0 changes all at once, in one short pause."""
 
     transfer_timeout_seconds: float = Field(default=60.0, gt=0)
-    """An engine that does not take a version within this time is left behind, and tried again later."""
+    """An engine that does not take a version within this time is left behind, and tried again later. So is one that
+    does not change to it within this time; of rolling_engines each has its own, and a drain comes on top."""
 
     trackers: list[TrackerConfig] = []
     """Where else the run's figures go, besides metrics.jsonl. One that fails or hangs never stops training."""

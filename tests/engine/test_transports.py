@@ -411,6 +411,19 @@ async def test_engines_that_are_served_beside_each_other_read_one_folder(tmp_pat
     assert len(listed(tmp_path)) == 1
 
 
+async def test_an_engine_has_a_version_though_its_folder_cannot_be_listed_any_more(tmp_path: Path) -> None:
+    store = Store(tmp_path / "mount")
+    snapshot = snapshots("store").take([("a", torch.ones(10))], policy_version=1)
+
+    async def begin(request: llm_proxy_pb2.BeginWeightUpdateRequest) -> llm_proxy_pb2.BeginWeightUpdateResponse:
+        (tmp_path / "mount").rename(tmp_path / "gone")
+        (transfer,) = request.transfers
+        result = llm_proxy_pb2.EngineTransferResult(engine_id=transfer.engine_id)
+        return llm_proxy_pb2.BeginWeightUpdateResponse(results=[result])
+
+    assert await store.transfer(snapshot, [llm_proxy_pb2.Engine(engine_id="e")], begin) == ["e"]
+
+
 async def test_a_disk_without_room_is_a_failure_that_leaves_nothing(
     embedded: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -197,6 +197,21 @@ async def test_a_draining_engine_gets_nothing_new_and_demands_find_their_version
         assert sorted((await committing).engine_ids) == sorted([a, b, c])
 
 
+async def test_in_a_roll_each_engine_has_the_time_to_drain() -> None:
+    slow, busied = SimulatedEngine(apply_seconds=1.5), SimulatedEngine(token_limit=1)
+    async with slow.serve() as a, busied.serve() as b, run_proxy(b, drain_timeout_seconds=1) as proxy:
+        await proxy.serving()
+        running = await busy(proxy, busied, "makes it change last")
+        await proxy.attach(a)
+        await stage(proxy, 1, 2)
+        committing = asyncio.create_task(proxy.commit(1, concurrent_engine_count=1, mode=DRAIN))
+        await proxy.until(lambda: proxy.fleet.router.engine(b).is_held)
+        busied.allow(None)
+
+        assert set((await committing).engine_ids) == {a, b}
+        assert versions(await running) == [0] * 4
+
+
 async def test_an_engine_that_dies_in_a_roll_does_not_stop_it_and_is_brought_up_to_date_later() -> None:
     healthy, dying = SimulatedEngine(), SimulatedEngine(apply_seconds=3600)
     async with healthy.serve() as first, run_proxy(first) as proxy:

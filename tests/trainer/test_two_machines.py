@@ -95,23 +95,56 @@ def test_weights_reach_an_engine_on_another_machine_though_both_know_themselves_
     assert published.returncode == 0, published.stderr
 
 
+class Near:
+    """An engine of this process, that takes whatever is sent."""
+
+    def __init__(self) -> None:
+        self.joins: list[bool] = []
+        """Whether it was asked to join, with each version."""
+
+        self.group: Group | None = None
+
+    async def begin(self, request: llm_proxy_pb2.BeginWeightUpdateRequest) -> llm_proxy_pb2.BeginWeightUpdateResponse:
+        (transfer,) = request.transfers
+        self.joins.append(transfer.join)
+        if transfer.join:
+            self.group = await asyncio.to_thread(Group, transfer.group, seconds=10)
+        assert self.group is not None
+        layout = Layout(request.tensors, request.bucket_size_bytes)
+        buffers = layout.buffers(torch.empty(layout.size_bytes, dtype=torch.uint8))
+        table = table_for(buffers)
+        check_sums(self.group.receive([*buffers, table]), table)
+        result = llm_proxy_pb2.EngineTransferResult(engine_id=transfer.engine_id)
+        return llm_proxy_pb2.BeginWeightUpdateResponse(results=[result])
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux answers on all of 127.0.0.0/8")
 async def test_both_ends_listen_where_the_other_can_reach_them() -> None:
     links = Links(host="127.0.0.2", port=0, timeout_seconds=10)
     before = listening()
+    near = Near()
 
-    async def begin(request: llm_proxy_pb2.BeginWeightUpdateRequest) -> llm_proxy_pb2.BeginWeightUpdateResponse:
-        (transfer,) = request.transfers
-        engine = await asyncio.to_thread(Group, transfer.group, seconds=10)
-        assert {address for address, _ in listening() - before} == {"127.0.0.2", "127.0.0.1"}
-        layout = Layout(request.tensors, request.bucket_size_bytes)
-        buffers = layout.buffers(torch.empty(layout.size_bytes, dtype=torch.uint8))
-        table = table_for(buffers)
-        check_sums(engine.receive([*buffers, table]), table)
-        result = llm_proxy_pb2.EngineTransferResult(engine_id=transfer.engine_id)
-        return llm_proxy_pb2.BeginWeightUpdateResponse(results=[result])
+    assert await links.transfer(snapshot(1), [llm_proxy_pb2.Engine(engine_id="near")], near.begin) == ["near"]
 
-    assert await links.transfer(snapshot(1), [llm_proxy_pb2.Engine(engine_id="near")], begin) == ["near"]
+    assert {address for address, _ in listening() - before} == {"127.0.0.2", "127.0.0.1"}
+
+
+async def test_a_group_is_kept_until_its_engine_leaves_and_then_frees_its_sockets() -> None:
+    links = Links(host="127.0.0.1", port=0, timeout_seconds=10)
+    before = listening()
+    engine, near = llm_proxy_pb2.Engine(engine_id="near", instance_id="first"), Near()
+    for version in (1, 2):
+        await links.transfer(snapshot(version), [engine], near.begin)
+        links.forget_all_but({"first"})
+    assert near.joins == [True, False]
+    near.group = None
+    assert listening() > before
+
+    links.forget_all_but({"another"})
+
+    async with asyncio.timeout(10):
+        while listening() > before:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
 
 
 def test_an_address_of_another_machine_is_refused_at_the_start() -> None:

@@ -1,14 +1,14 @@
 """Broadcasts weights to engines while they generate: one process group of two for each engine.
 
-So a dead or slow engine holds up nobody but itself. A group is kept from one version to the next, and met anew when the
-engine or the trainer restarted or a transfer failed. Which buffer holds which tensor follows from the specs alone, by
-rollfarm.buckets; the last broadcast holds the checksums of all before it.
+So a dead or slow engine holds up nobody but itself. A group is kept from one version to the next while llm_proxy lists
+the engine, and met anew when the engine or the trainer restarted or a transfer failed. Which buffer holds which tensor
+follows from the specs alone, by rollfarm.buckets; the last broadcast holds the checksums of all before it.
 """
 
 import asyncio
 import uuid
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
@@ -103,7 +103,7 @@ class Link:
 
 
 class Links:
-    """The links to every engine that weights were sent to, and the store in which both ends meet."""
+    """The links to every engine that weights were sent to, until it leaves, and the store in which both ends meet."""
 
     def __init__(self, *, host: str, port: int, timeout_seconds: float, gpu: torch.device | None = None) -> None:
         """`host`: this machine as engines reach it. `gpu`, with its index: where NCCL sends from; without one, gloo
@@ -146,6 +146,12 @@ class Links:
                 if self._links.get(engine_id) is links[engine_id]:  # and not of an instance that came after it
                     del self._links[engine_id]
         return staged
+
+    def forget_all_but(self, instance_ids: Collection[str]) -> None:
+        left = [link for link in self._links.values() if link.instance_id not in instance_ids]
+        self._links = {name: link for name, link in self._links.items() if link.instance_id in instance_ids}
+        if left:
+            in_thread(left.clear)  # Closing a group takes its time.
 
     def _link_to(self, engine: llm_proxy_pb2.Engine) -> Link:
         link = self._links.get(engine.engine_id)

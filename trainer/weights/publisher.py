@@ -10,6 +10,7 @@ It is tried by itself, beside publications and other suspects, until it took a v
 from __future__ import annotations
 
 import asyncio
+import math
 import uuid
 from collections.abc import Awaitable, Callable, Collection
 from typing import Any
@@ -29,6 +30,9 @@ CALL_SECONDS = 10.0
 POLL_SECONDS = 20.0
 FIRST_RETRY_SECONDS = 0.2
 LAST_RETRY_SECONDS = 5.0
+
+MOST_DRAIN_SECONDS = 3600.0
+"""Room in a commit's deadline for requests to finish; llm_proxy.drain_timeout_seconds ends a drain earlier."""
 
 REACHABLE = (
     llm_proxy_pb2.Engine.STATE_BEHIND,
@@ -53,12 +57,16 @@ class Publisher:
         self._proxy = proxy
         self._transport = transport
         self._mode = engine_pb2.UpdateMode.Value(f"UPDATE_MODE_{mode.upper()}")
+        self._drains = self._mode == engine_pb2.UPDATE_MODE_DRAIN
         self._timeout = transfer_timeout_seconds
         self._concurrent_engine_count = concurrent_engine_count
         self._sender_id = uuid.uuid4().hex
         self._published: Snapshot | None = None
-        self._suspects: set[str] = set()
-        """Instances that failed to take a version, and have taken none since."""
+        self._undrained = False
+        """Whether requests ran for too long at the last commit: engines may still hold its version."""
+
+        self._suspects: dict[str, int] = {}
+        """Instances that failed to take a version and have taken none since: the version that each failed to take."""
 
         self._being_tried: set[str] = set()
         """Suspects that a version is on its way to."""
@@ -158,6 +166,9 @@ class Publisher:
             if not behind and (listed.policy_version == version or not trusted):
                 return True
             log.info("bringing engines up to date", policy_version=version, engines=[each.engine_id for each in behind])
+            if self._undrained and self.may_catch_up.is_set():
+                await self._commit(snapshot, [])
+                return False
             staged = await self._transfer(snapshot, behind)
             if (behind and not staged) or not self.may_catch_up.is_set():
                 return False
@@ -166,16 +177,20 @@ class Publisher:
     async def _try_suspects(self, group: asyncio.TaskGroup) -> None:
         """Each by itself, and without the turn, so that one that hangs holds up nobody."""
         listed = await self._list()
-        self._suspects &= {each.instance_id for each in listed.engines}
-        untried = self._suspects - self._being_tried
+        here = {each.instance_id for each in listed.engines}
+        self._suspects = {name: version for name, version in self._suspects.items() if name in here}
+        untried = self._suspects.keys() - self._being_tried
         for engine in listed.engines:
-            if engine.state in REACHABLE and engine.instance_id in untried:
+            if engine.instance_id not in untried:
+                continue
+            if engine.policy_version >= self._suspects[engine.instance_id]:
+                self._trust(engine)
+            elif engine.state in REACHABLE and self._published is not None:
                 self._being_tried.add(engine.instance_id)
-                group.create_task(self._try_suspect(engine), name=f"weights to {engine.engine_id}")
+                trying = self._try_suspect(engine, self._published)
+                group.create_task(trying, name=f"weights to {engine.engine_id}")
 
-    async def _try_suspect(self, engine: llm_proxy_pb2.Engine) -> None:
-        snapshot = self._published
-        assert snapshot is not None, "there are suspects only after a publication"
+    async def _try_suspect(self, engine: llm_proxy_pb2.Engine, snapshot: Snapshot) -> None:
         try:
             if not await self._takes(engine, snapshot):
                 return
@@ -184,9 +199,7 @@ class Publisher:
             return
         finally:
             self._being_tried.discard(engine.instance_id)
-        log.info("engine takes weights again", engine_id=engine.engine_id, policy_version=snapshot.policy_version)
-        self._suspects.discard(engine.instance_id)
-        self._left_behind.set()
+        self._trust(engine)
 
     async def _takes(self, engine: llm_proxy_pb2.Engine, snapshot: Snapshot) -> bool:
         """Whether a suspect applies the version or, where a newer one is published meanwhile, at least receives it."""
@@ -207,18 +220,26 @@ class Publisher:
         """Engines that can be reached and are no suspects."""
         return [each for each in listed.engines if each.state in REACHABLE and each.instance_id not in self._suspects]
 
-    def _suspect(self, engines: Collection[llm_proxy_pb2.Engine], *, but: Collection[str]) -> None:
-        """Those of the engines that are not `but`."""
+    def _suspect(self, snapshot: Snapshot, engines: Collection[llm_proxy_pb2.Engine], *, but: Collection[str]) -> None:
+        """Those of the engines that are not `but`: they failed to take the version."""
         failed = [each for each in engines if each.engine_id not in but]
         if failed:
-            self._suspects.update(each.instance_id for each in failed)
+            self._suspects.update(dict.fromkeys((each.instance_id for each in failed), snapshot.policy_version))
             self._suspected.set()
             log.warning("engines left out of publications", engines=[each.engine_id for each in failed])
+
+    def _trust(self, engine: llm_proxy_pb2.Engine) -> None:
+        """A suspect took a version, though perhaps not the last one."""
+        log.info("engine takes weights again", engine_id=engine.engine_id)
+        self._suspects.pop(engine.instance_id, None)
+        self._left_behind.set()
 
     async def _list(self, after_revision: int | None = None) -> llm_proxy_pb2.ListEnginesResponse:
         request = llm_proxy_pb2.ListEnginesRequest(after_revision=after_revision)
         timeout = CALL_SECONDS if after_revision is None else POLL_SECONDS
-        return await rpc.call(self._proxy.ListEngines, request, timeout=timeout)
+        listed = await rpc.call(self._proxy.ListEngines, request, timeout=timeout)
+        self._transport.forget_all_but({each.instance_id for each in listed.engines})
+        return listed
 
     async def _transfer(self, snapshot: Snapshot, engines: list[llm_proxy_pb2.Engine]) -> list[llm_proxy_pb2.Engine]:
         """The engines that have the version now; the others are suspects."""
@@ -233,9 +254,9 @@ class Publisher:
         try:
             staged = await self._transport.transfer(snapshot, engines, begin)
         except DeadlineExceeded:
-            self._suspect(engines, but=())
+            self._suspect(snapshot, engines, but=())
             raise
-        self._suspect(engines, but=staged)
+        self._suspect(snapshot, engines, but=staged)
         return [each for each in engines if each.engine_id in staged]
 
     async def _commit(self, snapshot: Snapshot, staged: list[llm_proxy_pb2.Engine]) -> bool:
@@ -245,13 +266,15 @@ class Publisher:
             mode=self._mode,
             concurrent_engine_count=self._concurrent_engine_count,
         )
+        self._undrained = False
         try:
-            answer = await rpc.call(self._proxy.CommitWeightUpdate, request, timeout=self._timeout)
+            answer = await rpc.call(self._proxy.CommitWeightUpdate, request, timeout=self._commit_seconds(len(staged)))
         except FarmError as error:
             log.warning("version not switched", policy_version=snapshot.policy_version, cause=str(error))
-            too_late = isinstance(error, DeadlineExceeded) and self._mode != engine_pb2.UPDATE_MODE_DRAIN
-            if too_late or isinstance(error, WeightsNotStaged):
-                self._suspect(staged, but=())
+            too_late = isinstance(error, DeadlineExceeded)
+            self._undrained = too_late and self._drains
+            if (too_late and not self._drains) or isinstance(error, WeightsNotStaged):
+                self._suspect(snapshot, staged, but=())
             return False
         log.info(
             "version served",
@@ -259,8 +282,13 @@ class Publisher:
             engines=len(answer.engine_ids),
             pause_ms=round(answer.pause_duration.ToMicroseconds() / 1000, 1),
         )
-        self._suspect(staged, but=answer.engine_ids)
+        self._suspect(snapshot, staged, but=answer.engine_ids)
         return all(each.engine_id in answer.engine_ids for each in staged)
+
+    def _commit_seconds(self, engine_count: int) -> float:
+        """Time for every engine that changes, where they take turns."""
+        turns = math.ceil(engine_count / self._concurrent_engine_count) if self._concurrent_engine_count else 1
+        return max(1, turns) * (self._timeout + (MOST_DRAIN_SECONDS if self._drains else 0.0))
 
 
 def _check_older(listed: llm_proxy_pb2.ListEnginesResponse, version: int) -> None:

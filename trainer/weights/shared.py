@@ -4,7 +4,7 @@ Nothing travels but the path. Engine hosts have to see this process's /proc and 
 share the process namespace.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import structlog
 
@@ -36,6 +36,9 @@ class SharedMemory:
             shared=shared,
         )
         return staged_by(await begin(request))
+
+    def forget_all_but(self, instance_ids: Collection[str]) -> None:
+        """Nothing is kept for any."""
 
 
 def shared_weights(snapshot: Snapshot) -> engine_pb2.SharedWeights:

@@ -12,10 +12,11 @@ import hashlib
 import re
 import shutil
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import structlog
 from safetensors.torch import save
 
 from rollfarm.config import ConfigError
@@ -27,6 +28,8 @@ from trainer.weights import files
 from trainer.weights.shared import staged_by
 from trainer.weights.snapshot import Adapter, Snapshot
 from trainer.weights.transport import Begin
+
+log = structlog.get_logger()
 
 KEPT_VERSIONS = 2
 KNOWN_VERSIONS = 8
@@ -101,6 +104,9 @@ class Store:
             await in_thread(lambda: self._forget_before(version))
         return staged
 
+    def forget_all_but(self, instance_ids: Collection[str]) -> None:
+        """What is known of an engine is little, and spares it a whole version when llm_proxy lists it again."""
+
     def _base_of(self, engine: llm_proxy_pb2.Engine, snapshot: Snapshot) -> int | None:
         """The version that the engine needs only the changes to; None where it needs everything."""
         base = engine.policy_version
@@ -156,7 +162,12 @@ class Store:
         self._digests = {known: each for known, each in self._digests.items() if known > version - KNOWN_VERSIONS}
         self._written = {key: each for key, each in self._written.items() if key[0] > version - KEPT_VERSIONS}
         kept = {each.uri.rpartition("/")[2] for each in self._written.values()}
-        for path in self._folder.iterdir():
+        try:
+            there = list(self._folder.iterdir())
+        except OSError as error:
+            log.warning("versions before not removed", folder=str(self._folder), cause=str(error))
+            return
+        for path in there:
             if _FOLDER.fullmatch(path.name) and path.name not in kept:
                 shutil.rmtree(path, ignore_errors=True)
 

@@ -1,6 +1,6 @@
 """The seam between publishing a version and moving its bytes. A new transport is one file in this folder."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from typing import Protocol
 
 from rollfarm.v1 import llm_proxy_pb2
@@ -16,4 +16,8 @@ class Transport(Protocol):
     async def transfer(self, snapshot: Snapshot, engines: Sequence[llm_proxy_pb2.Engine], begin: Begin) -> list[str]:
         """Bring the snapshot, which may still be filling, into the host memory of `engines`; the ids of those that have
         it. Raises what `begin` raises."""
+        ...
+
+    def forget_all_but(self, instance_ids: Collection[str]) -> None:
+        """Free what is kept for engine instances other than these, which have left."""
         ...
