@@ -70,7 +70,7 @@ class KlConfig(Config):
     """What a token is charged for each nat of its KL to the reference, in units of reward. 0 charges nothing."""
 
     penalty_estimator: Estimator = "k1"
-    """How that KL is estimated from the token that was sampled: a name of trainer.algorithms.divergence."""
+    """How that KL is estimated from the token that was sampled, which pays: a name of trainer.algorithms.divergence."""
 
     target: float = Field(default=0.0, ge=0)
     """KL of a trajectory, in nats, that `penalty` is steered to from its first value. 0 leaves it fixed."""
@@ -81,8 +81,9 @@ class KlConfig(Config):
     loss: float = Field(default=0.0, ge=0)
     """Weight of the KL to the reference in the loss of each token. 0 has none."""
 
-    loss_estimator: Estimator = "k3"
-    """How that KL is estimated. In a loss, "k1" has no gradient on average: it is there for comparison."""
+    loss_estimator: Estimator | Literal["full"] = "k3"
+    """How that KL is estimated. In a loss, "k1" has no gradient on average: it is there for comparison. "full" is no
+    estimate but the sum over all words; every rank then holds the whole reference, and computes it in each pass."""
 
     @model_validator(mode="after")
     def _can_be_steered(self) -> "KlConfig":
@@ -94,6 +95,16 @@ class KlConfig(Config):
     def needs_reference(self) -> bool:
         """Whether there is anything to ask a reference."""
         return self.penalty > 0 or self.loss > 0
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the loss has the sum over all words."""
+        return self.loss > 0 and self.loss_estimator == "full"
+
+    @property
+    def scores_reference(self) -> bool:
+        """Whether the reference is asked about the tokens that were sampled."""
+        return self.penalty > 0 or (self.loss > 0 and not self.is_exact)
 
 
 class CriticConfig(Config):

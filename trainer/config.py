@@ -317,6 +317,11 @@ class TrainerRoot(Root):
                 "trainer.kl.reference: empty, which is the model before the warm start. Name the model to stay near: "
                 "that model itself, or what an earlier warm start exported."
             )
+        if kl.is_exact and self.trainer.backend == "megatron":
+            raise ConfigError(
+                "trainer.kl.loss_estimator: 'full' sums over the vocabulary, which the backend 'megatron' cuts over "
+                "ranks. Choose an estimate such as 'k2', or trainer.backend = 'torch', 'fsdp2' or 'deepspeed'."
+            )
         data = self.trainer.warm_start.data
         if data is not None and not data.is_file():
             raise ConfigError(f"trainer.warm_start.data: {data}: no such file. Correct the path.")

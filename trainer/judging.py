@@ -84,7 +84,7 @@ class Judge:
         rows, metrics = list(rows), dict[str, float]()
         if self._needs_proximal:
             rows = with_column(rows, "proximal_logp_P", self._score(rows, Role.POLICY))
-        if Role.REFERENCE in self._leader.roles:
+        if self._kl.scores_reference:
             rows = with_column(rows, "reference_logp_P", self._score(rows, Role.REFERENCE))
         if Role.CRITIC in self._leader.roles:
             rows = with_column(rows, "old_value_P", self._score(rows, Role.CRITIC))

@@ -25,7 +25,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 LossFn = Callable[[Tensor, Tensor, MicroBatch], tuple[Tensor, Metrics]]
 """(f32[P] log-probabilities and entropies of the tokens in the mask, row by row; the micro-batch) to (the loss *summed*
-over the micro-batch, metrics)."""
+over the micro-batch, metrics). Of a policy beside its reference, f32[2, P] are entropies and KLs to the reference."""
 
 
 class Target(Protocol):
@@ -59,14 +59,15 @@ class Objective:
     kl: float = 0.0
     """Weight of the KL to the reference in a token's loss."""
 
-    kl_estimator: Estimator = k3
-    """Of that KL."""
+    kl_estimator: Estimator | None = k3
+    """Of that KL. None takes the KL that a policy beside its reference comes with."""
 
     entropy_bonus: float = 0.0
     """Weight of the entropy, which is subtracted from a token's loss."""
 
     def __call__(self, logp_P: Tensor, entropy_P: Tensor, batch: MicroBatch) -> tuple[Tensor, Metrics]:
         """The loss summed over the micro-batch, and metrics."""
+        entropy_P, exact_kl_P = entropy_P.unbind() if entropy_P.dim() == 2 else (entropy_P, None)
         tokens = Tokens(
             logp_P,
             batch.behavior_logp_P,
@@ -82,7 +83,8 @@ class Objective:
         if self.correction is not none:
             metrics |= {"correction": correction_P.sum(), "correction_zero": (correction_P == 0).sum()}
         if self.kl:
-            kl_P = self.kl_estimator(logp_P - batch.reference_logp_P)
+            kl_P = self.kl_estimator(logp_P - batch.reference_logp_P) if self.kl_estimator else exact_kl_P
+            assert kl_P is not None
             loss_P, metrics = loss_P + self.kl * kl_P, {**metrics, "kl_reference": kl_P.detach().sum()}
         if self.entropy_bonus:
             loss_P = loss_P - self.entropy_bonus * entropy_P
@@ -117,7 +119,7 @@ def policy_objective(config: TrainerConfig) -> Objective:
         _bound("aggregation", AGGREGATIONS, config.aggregation, config.aggregation_settings),
         proximal_is_current=config.steps_per_batch == 1 and config.passes == 1,
         kl=config.kl.loss,
-        kl_estimator=ESTIMATORS[config.kl.loss_estimator],
+        kl_estimator=ESTIMATORS.get(config.kl.loss_estimator),
         entropy_bonus=config.entropy_bonus,
     )
 

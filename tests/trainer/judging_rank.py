@@ -1,4 +1,4 @@
-"""A learner with a critic, a reference and a teacher, as one rank of some: MODEL OTHER_MODEL.
+"""A learner with a critic, a reference and a teacher, as one rank of some: MODEL OTHER_MODEL BACKEND KL.
 
 Rank 0 learns from the same groups three times and says what it measured in one line of JSON.
 """
@@ -15,14 +15,16 @@ from trainer.config import TrainerConfig, TrainerRoot
 from trainer.learner import build_learner, objectives
 
 
-def learnt(path: str, other_path: str) -> list[dict[str, float]]:
+def learnt(path: str, other_path: str, backend: str, estimator: str) -> list[dict[str, float]]:
     """What rank 0 measured; nothing by another rank."""
     settings = {
         "device": "cpu",
+        "backend": backend,
+        "deepspeed": {"stage": 3},
         "lr": 1e-3,
         "advantage": "gae",
         "critic": {"lr": 1e-3},
-        "kl": {"penalty": 0.1, "penalty_estimator": "k3", "loss": 0.1},
+        "kl": {"penalty": 0.1, "penalty_estimator": "k3", "loss": 0.1, "loss_estimator": estimator},
         "teacher": {"path": other_path, "coef": 0.1},
         "micro_batch_tokens": 16,
     }

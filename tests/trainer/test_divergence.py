@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.trainer import reference
-from trainer.algorithms.divergence import ESTIMATORS, steered
+from trainer.algorithms.divergence import ESTIMATORS, entropy_and_kl, kl_of_teacher, steered
 
 logps = st.floats(-4, -0.05)
 
@@ -47,6 +47,16 @@ def test_the_mean_over_samples_of_k1_and_k3_is_the_kl() -> None:
 
     assert (means["k1"], means["k3"]) == pytest.approx((exact, exact))
     assert means["k2"] != pytest.approx(exact, rel=0.01)
+
+
+def test_comparisons_of_two_words_by_hand() -> None:
+    log_policy, log_other = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.75, 0.25]]).log()
+
+    # Half of log 2/3 and half of log 2; and 3/4 of log 3/2 and 1/4 of log 1/2.
+    found = entropy_and_kl(log_policy, log_other)
+    assert found.flatten().tolist() == pytest.approx([math.log(2), (math.log(2 / 3) + math.log(2)) / 2])
+    taught = kl_of_teacher(log_policy, log_other)
+    assert taught.tolist() == pytest.approx([0.75 * math.log(1.5) + 0.25 * math.log(0.5)])
 
 
 def test_the_penalty_is_steered_towards_its_target_by_bounded_steps() -> None:

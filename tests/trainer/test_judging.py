@@ -6,9 +6,11 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from rollfarm.config import ConfigError
 from rollfarm.ports import free_port
@@ -23,7 +25,7 @@ from trainer.judging import Judge, Judged
 from trainer.learner import Learner, build_learner
 from trainer.objective import advantage_of
 from trainer.ranks import Role
-from trainer.rows import rows_of
+from trainer.rows import Row, rows_of
 from trainer.samples import samples_of, was_truncated
 from trainer.vocabulary import check_vocabularies
 
@@ -227,6 +229,7 @@ def test_the_reference_is_what_the_run_began_with_and_stays_so(model_path: Path)
 
 def test_without_a_weight_there_is_no_reference(model_path: Path, plain: Learner) -> None:
     assert plain.leader.roles == {Role.POLICY}
+    assert learner_of(model_path, kl={"loss_estimator": "full"}).leader.roles == {Role.POLICY}
     assert learner_of(model_path, kl={"loss": 0.1}).leader.roles == {Role.POLICY, Role.REFERENCE}
 
 
@@ -252,6 +255,45 @@ def test_kl_in_the_loss_holds_the_policy_near_the_reference(model_path: Path) ->
     away, near = ([each.learn(BATCH, GROUPS).metrics["kl_reference"] for _ in range(5)][-1] for each in (free, held))
 
     assert near < 0.5 * away
+
+
+def test_a_full_kl_is_the_sum_over_all_words_where_the_policys_tokens_stand(model_path: Path, other_path: Path) -> None:
+    # Rewards agree, so that nothing but the KL teaches; and no column is asked for it.
+    kl = {"loss": 1.0, "loss_estimator": "full", "reference": str(other_path)}
+    learner, groups = learner_of(model_path, kl=kl), [group("a", [1, 1])]
+    rows = [row for each in groups[0].trajectories for row in rows_of(each)]
+    policy, reference = (AutoModelForCausalLM.from_pretrained(path).double() for path in (model_path, other_path))
+
+    first, *_, last = [learner.learn(BATCH, groups).metrics for _ in range(20)]
+
+    expected = torch.cat([whole_kl(policy, reference, row) for row in rows])
+    expected.mean().backward()
+    norm = torch.cat([param.grad.flatten() for param in policy.parameters() if param.grad is not None]).norm().item()
+    assert first["kl_reference"] == pytest.approx(expected.mean().item(), rel=1e-5)
+    assert first["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    assert last["kl_reference"] < 0.1 * first["kl_reference"]
+    assert not any(row.reference_logp_P.any() for row in judged(learner, groups, kl=kl).rows)
+
+
+def test_a_full_kl_to_the_beginning_is_0_there_and_adapters_are_held_near_it_too(model_path: Path) -> None:
+    kl = {"loss": 0.1, "loss_estimator": "full"}
+
+    for lora in (None, {"rank": 2}):
+        learner = learner_of(model_path, kl=kl, lora=lora)
+        first, second = [learner.learn(BATCH, GROUPS).metrics for _ in range(2)]
+
+        assert first["kl_reference"] == pytest.approx(0, abs=1e-7)
+        assert second["kl_reference"] > 1e-6
+        assert first["entropy"] == pytest.approx(learner_of(model_path).learn(BATCH, GROUPS).metrics["entropy"])
+
+
+def whole_kl(policy: Any, reference: Any, row: Row) -> torch.Tensor:
+    """f64[P], from the models themselves."""
+    ids_T, at_P = torch.tensor(row.ids_T).long(), torch.tensor(row.mask_T).nonzero()[:, 0]
+    with torch.no_grad():
+        lq_TV = torch.log_softmax(reference(input_ids=ids_T[None]).logits[0], dim=-1)
+    lp_TV = torch.log_softmax(policy(input_ids=ids_T[None]).logits[0], dim=-1)
+    return (lp_TV.exp() * (lp_TV - lq_TV)).sum(-1)[at_P - 1]
 
 
 # --- the teacher ---
@@ -296,18 +338,25 @@ def test_the_policy_comes_nearer_to_its_teacher(model_path: Path, other_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.timeout(2 * SECONDS)
-def test_two_ranks_judge_and_learn_as_one(model_path: Path, other_path: Path) -> None:
-    alone, together = learnt(str(model_path), str(other_path)), _learnt_by_two(model_path, other_path)
+@pytest.mark.parametrize(
+    ("backend", "estimator"), [("torch", "k3"), ("torch", "full"), ("fsdp2", "full"), ("deepspeed", "full")]
+)
+def test_two_ranks_judge_and_learn_as_one(model_path: Path, other_path: Path, backend: str, estimator: str) -> None:
+    if backend == "deepspeed":
+        pytest.importorskip("deepspeed")
+    alone = learnt(str(model_path), str(other_path), "torch", estimator)
+    together = _learnt_by_two(model_path, other_path, backend, estimator)
 
     assert alone[-1]["critic_loss"] > 0
     assert alone[-1]["kl_charged"] > 0
+    assert alone[-1]["kl_reference"] > 0
     assert "kl_teacher" in alone[-1]
     for one, two in zip(alone, together, strict=True):
         assert two == pytest.approx(one, abs=1e-4)
 
 
-def _learnt_by_two(model_path: Path, other_path: Path) -> list[dict[str, float]]:
-    command = [sys.executable, "-m", "tests.trainer.judging_rank", str(model_path), str(other_path)]
+def _learnt_by_two(model_path: Path, other_path: Path, backend: str, estimator: str) -> list[dict[str, float]]:
+    command = [sys.executable, "-m", "tests.trainer.judging_rank", str(model_path), str(other_path), backend, estimator]
     meeting = {"WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "OMP_NUM_THREADS": 1}
     processes = [
         subprocess.Popen(
@@ -342,6 +391,10 @@ def _learnt_by_two(model_path: Path, other_path: Path) -> list[dict[str, float]]
             {"kl": {"loss": 0.1}, "warm_start": {"data": __file__}},
             "trainer.kl.reference: empty, which is the model before the warm start",
         ),
+        (
+            {"kl": {"loss": 0.1, "loss_estimator": "full"}, "backend": "megatron"},
+            "'full' sums over the vocabulary, which the backend 'megatron' cuts over ranks",
+        ),
     ],
 )
 def test_an_algorithm_and_its_models_have_to_agree(settings: dict[str, object], message: str) -> None:
@@ -355,6 +408,7 @@ def test_an_algorithm_and_its_models_have_to_agree(settings: dict[str, object], 
     ("settings", "message"),
     [
         ({"kl": {"target": 6.0}}, "Give penalty a first value"),
+        ({"kl": {"penalty": 0.1, "penalty_estimator": "full"}}, "penalty_estimator"),
         ({"shaping": {"overlong_tokens": 4, "overlong_buffer": 5}}, "overlong_buffer is more than overlong_tokens"),
     ],
 )

@@ -124,6 +124,23 @@ def test_entropy_is_subtracted_by_its_weight_and_measured() -> None:
     assert float(metrics["entropy"]) == pytest.approx(tokens / 2)
 
 
+def test_a_full_kl_comes_with_the_policy_and_the_entropy_is_measured_beside_it() -> None:
+    rows = random_rows(2)
+    tokens = sum(row.policy_tokens for row in rows)
+    rows = with_column(rows, "advantage_P", torch.zeros(tokens))
+    kl_P = torch.linspace(0, 1, tokens).requires_grad_()
+
+    settings = {"kl": {"loss": 0.5, "loss_estimator": "full"}, "entropy_bonus": 0.5}
+    objective = policy_objective(TrainerConfig.model_validate(settings))
+    loss_sum, metrics = objective(current(rows, 0), torch.stack([torch.ones(tokens), kl_P]), batch_of(rows))
+    (gradient,) = torch.autograd.grad(loss_sum, kl_P)
+
+    assert float(loss_sum.detach()) == pytest.approx(0.5 * tokens / 2 - 0.5 * tokens)
+    assert gradient.tolist() == [0.5] * tokens
+    assert float(metrics["kl_reference"]) == pytest.approx(tokens / 2)
+    assert float(metrics["entropy"]) == tokens
+
+
 def test_a_correction_weighs_each_token_and_is_measured() -> None:
     row = Row(
         np.arange(4, dtype=np.int32),

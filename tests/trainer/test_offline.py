@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import logsigmoid
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -21,9 +20,7 @@ from tests.trainer.conftest import ROOT
 from tests.trainer.test_offline_texts import GO, SOURCE, said
 from trainer import wiring
 from trainer.algorithms.preferences import dpo
-from trainer.backends import distilling
 from trainer.backends.build import build_models
-from trainer.backends.scoring import TokenLogprobs, load_model
 from trainer.checkpoints import Checkpoints, CheckpointState
 from trainer.config import TrainerConfig, TrainerRoot
 from trainer.offline import run as offline_run
@@ -273,62 +270,6 @@ def test_a_step_on_preferences_has_the_gradient_of_the_loss_of_whole_answers(mod
 # --- distillation ---
 
 
-@pytest.mark.parametrize("chunk", [1, 3, 100])
-def test_the_divergence_from_a_teacher_is_that_of_the_formula(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """KL(q || p) = sum q (log q - log p) by numpy; its derivative by the policy's logits is (p - q) / t."""
-    dice = np.random.default_rng(0)
-    vocabulary, temperature = 9, 0.7
-    hidden, theirs = dice.normal(size=(5, 4)), dice.normal(size=(5, 6))
-    # The teacher's head is padded to 11 words, which nobody asks for.
-    weight, their_weight = dice.normal(size=(vocabulary, 4)) * 2, dice.normal(size=(11, 6)) * 2
-    ids = dice.integers(0, vocabulary, 5)
-    monkeypatch.setattr(distilling, "CHUNK_ELEMENTS", 2 * vocabulary * chunk)
-    head, teacher_head = linear(weight), linear(their_weight)
-    hidden_PH = torch.tensor(hidden, dtype=torch.float32, requires_grad=True)
-
-    logp_P, kl_P = distilling.logp_and_divergence(
-        head,
-        hidden_PH,
-        teacher_head,
-        torch.tensor(theirs, dtype=torch.float32),
-        torch.tensor(ids),
-        temperature=temperature,
-        vocabulary=vocabulary,
-    )
-    kl_P.sum().backward()
-
-    lp = log_softmax(hidden @ weight.T / temperature)
-    lq = log_softmax((theirs @ their_weight.T)[:, :vocabulary] / temperature)
-    by_logits = (np.exp(lp) - np.exp(lq)) / temperature
-    assert kl_P.tolist() == pytest.approx((np.exp(lq) * (lq - lp)).sum(-1).tolist(), rel=1e-5)
-    assert logp_P.tolist() == pytest.approx(lp[np.arange(5), ids].tolist(), rel=1e-5)
-    assert head.weight.grad is not None
-    assert hidden_PH.grad is not None
-    np.testing.assert_allclose(head.weight.grad.numpy(), by_logits.T @ hidden, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(hidden_PH.grad.numpy(), by_logits @ weight, rtol=1e-4, atol=1e-5)
-    assert teacher_head.weight.grad is None
-
-
-def test_a_word_that_cannot_be_has_no_part_in_the_divergence() -> None:
-    """log 0 of the teacher: 0 log 0 is 0."""
-    never = nn.Linear(1, 2)
-    with torch.no_grad():
-        never.weight.zero_()
-        never.bias.copy_(torch.tensor([0.0, -torch.inf]))
-
-    _, kl_P = distilling.logp_and_divergence(
-        linear(np.zeros((2, 1))),
-        torch.ones(1, 1),
-        never,
-        torch.ones(1, 1),
-        torch.tensor([0]),
-        temperature=1,
-        vocabulary=2,
-    )
-
-    assert kl_P.item() == pytest.approx(np.log(2))
-
-
 def test_distilling_brings_the_policy_to_its_teacher(model_path: Path, tmp_path: Path) -> None:
     """The loss is the mean divergence over all answered tokens, and the teacher never learns."""
     teacher = moved(model_path, tmp_path / "teacher")
@@ -345,13 +286,6 @@ def test_distilling_brings_the_policy_to_its_teacher(model_path: Path, tmp_path:
     assert losses[0] == pytest.approx(expected.item(), abs=1e-6)
     assert losses[-1] < losses[0] / 10
     assert set(models.scorers) == set()
-
-
-def test_rows_are_padded_where_the_teacher_wants_them_so(model_path: Path) -> None:
-    packed, padding = (load_model(str(model_path), packing=packing) for packing in (True, False))
-
-    assert not distilling.Distilled(packed, TokenLogprobs(packed)).padded
-    assert distilling.Distilled(packed, TokenLogprobs(padding)).padded
 
 
 # --- configuration ---
@@ -437,13 +371,3 @@ def moved(path: Path, to: Path) -> Path:
     model.save_pretrained(to)
     AutoTokenizer.from_pretrained(path).save_pretrained(to)
     return to
-
-
-def linear(weight: Any) -> nn.Linear:
-    made = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
-    made.weight = nn.Parameter(torch.tensor(weight, dtype=torch.float32))
-    return made
-
-
-def log_softmax(logits: Any) -> Any:
-    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))

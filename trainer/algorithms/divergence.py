@@ -1,18 +1,22 @@
-"""How far a policy is from a reference, estimated from the tokens that it sampled.
+"""How far a policy is from another model.
 
-Each estimator takes log r = log policy - log reference of a token that the policy sampled; its mean over such tokens
-is KL(policy || reference), or a measure like it. The exact sum over the vocabulary is not here: it needs the logits of
-both models at once, which no backend hands out.
+An estimator takes log r = log policy - log reference of a token that the policy sampled; its mean over such tokens is
+KL(policy || reference), or a measure like it. A comparison takes both models' probabilities of every word where a token
+stands, and sums over the vocabulary.
 
-Legend: P tokens.
+Legend: P tokens, V words.
 """
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 Estimator = Callable[[Tensor], Tensor]
 """f[P] log r, nats, to f[P], nats."""
+
+Comparison = Callable[[Tensor, Tensor], Tensor]
+"""f[P, V] log policy and f[P, V] log other, nats, finite, to f[..., P], nats."""
 
 
 def k1(log_ratio_P: Tensor) -> Tensor:
@@ -34,6 +38,17 @@ def k3(log_ratio_P: Tensor) -> Tensor:
 def absolute(log_ratio_P: Tensor) -> Tensor:
     """|log r|: a distance of its own, robust to outliers."""
     return log_ratio_P.abs()
+
+
+def entropy_and_kl(lp_PV: Tensor, lq_PV: Tensor) -> Tensor:
+    """f[2, P], the policy's entropy and KL(policy || other)."""
+    p_PV = lp_PV.exp()
+    return torch.stack([-(p_PV * lp_PV).sum(-1), (p_PV * (lp_PV - lq_PV)).sum(-1)])
+
+
+def kl_of_teacher(lp_PV: Tensor, lq_PV: Tensor) -> Tensor:
+    """f[P], KL(other || policy): least where the policy is the other (Hinton et al. 2015)."""
+    return (lq_PV.exp() * (lq_PV - lp_PV)).sum(-1)
 
 
 def steered(coefficient: float, found: float, target: float, gain: float) -> float:

@@ -12,7 +12,9 @@ from transformers import PreTrainedModel
 
 from rollfarm.config import ConfigError
 from rollfarm.run import ModelConfig
+from trainer.algorithms.divergence import entropy_and_kl, kl_of_teacher
 from trainer.backends import Backend, Scorer, Settings
+from trainer.backends.comparing import Compared, load_teacher
 from trainer.backends.frozen import FrozenScorer
 from trainer.backends.replicated import ReplicatedBackend
 from trainer.backends.scoring import TokenLogprobs, TokenValues, load_model
@@ -40,19 +42,22 @@ def build_models(model: ModelConfig, config: TrainerConfig) -> Models:
         lora=config.lora,
         seed=config.seed,
     )
-    learners: dict[Role, Backend] = {Role.POLICY: _policy(settings, config)}
+    reference = _whole_reference(settings, config) if config.offline is None and config.kl.is_exact else None
+    learners: dict[Role, Backend] = {Role.POLICY: _policy(settings, config, reference)}
     if config.critic is not None:
         learners[Role.CRITIC] = _critic(replace(settings, path=config.critic.path or model.path), config)
     scorers: dict[Role, Scorer] = {}
-    if config.needs_reference:
+    if reference is not None:
+        scorers[Role.REFERENCE] = FrozenScorer(reference, settings)
+    elif config.needs_reference:
         scorers[Role.REFERENCE] = _reference(learners[Role.POLICY], settings, config)
     if config.teacher is not None and config.offline is None:
         scorers[Role.TEACHER] = _frozen(replace(settings, path=config.teacher.path), config)
     return Models(learners, scorers)
 
 
-def _policy(settings: Settings, config: TrainerConfig) -> Backend:
-    make = _policy_maker(settings, config)
+def _policy(settings: Settings, config: TrainerConfig, reference: TokenLogprobs | None) -> Backend:
+    make = _policy_maker(settings, config, reference)
     match config.backend:
         case "torch":
             return ReplicatedBackend(make(load_model(settings.path, packing=settings.packing)), settings)
@@ -70,14 +75,16 @@ def _policy(settings: Settings, config: TrainerConfig) -> Backend:
             return MegatronBackend(settings, config.megatron)
 
 
-def _policy_maker(settings: Settings, config: TrainerConfig) -> Callable[[PreTrainedModel], TokenLogprobs]:
-    """How a model becomes a policy: on records it may have its teacher beside it."""
-    if config.offline is None or config.teacher is None:
-        return partial(_logprobs, settings)
-    from trainer.backends.distilling import Distilled, load_teacher
-
-    teacher = load_teacher(config.teacher.path, settings)
-    return lambda model: Distilled(_logprobs(settings, model).model, teacher)
+def _policy_maker(
+    settings: Settings, config: TrainerConfig, reference: TokenLogprobs | None
+) -> Callable[[PreTrainedModel], TokenLogprobs]:
+    """How a model becomes a policy: it may have its reference beside it, or on records its teacher."""
+    if reference is not None:
+        return lambda model: Compared(_logprobs(settings, model).model, reference, entropy_and_kl)
+    if config.offline is not None and config.teacher is not None:
+        teacher = load_teacher(config.teacher.path, settings)
+        return lambda model: Compared(_logprobs(settings, model).model, teacher, kl_of_teacher)
+    return partial(_logprobs, settings)
 
 
 def _logprobs(settings: Settings, model: PreTrainedModel) -> TokenLogprobs:
@@ -116,6 +123,10 @@ def _reference(policy: Backend, settings: Settings, config: TrainerConfig) -> Sc
         assert isinstance(policy, ModuleBackend)
         return WithoutAdapters(policy)
     return _frozen(replace(settings, path=config.kl.reference or settings.path), config)
+
+
+def _whole_reference(settings: Settings, config: TrainerConfig) -> TokenLogprobs:
+    return TokenLogprobs(load_model(config.kl.reference or settings.path, packing=settings.packing))
 
 
 def _frozen(settings: Settings, config: TrainerConfig) -> Scorer:
