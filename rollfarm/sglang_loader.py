@@ -18,7 +18,10 @@ from rollfarm.engine_child import end_with_stdin, read_weights
 LOADER = "rollfarm.sglang_loader.load"
 """What --custom-weight-loader and the load_format of /update_weights_from_tensor call the loader."""
 
-_CPU_ARGUMENTS = ("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch")
+_CPU_ARGUMENTS = (
+    *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
+    *("--mm-attention-backend", "sdpa"),
+)
 _CPU_ENVIRONMENT = {"SGLANG_USE_CPU_ENGINE": "1", "TORCHDYNAMO_DISABLE": "1"}
 
 
@@ -26,6 +29,15 @@ def load(model: Any, named_tensors: list[tuple[str, Any]]) -> None:
     """SGLang's hook, called in each of its ranks: put a whole version into `model`, in the format of a checkpoint."""
     ((_, description),) = named_tensors
     model.load_weights(read_weights(json.loads(bytes(description.tolist()))))
+    _forget_images()
+
+
+def _forget_images() -> None:
+    """What the vision tower made of them before is of other weights, and SGLang would go on with it."""
+    from sglang.srt.managers import mm_schedule  # pyright: ignore[reportMissingImports]
+
+    if mm_schedule.embedding_cache is not None:
+        mm_schedule.embedding_cache.clear()
 
 
 def main() -> None:

@@ -79,6 +79,7 @@ def _model(kind: Kind) -> PreTrainedModel:
     match kind:
         case "qwen2_vl":
             tower: dict[str, Any] = {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 1, "mlp_ratio": 2}
+            tower |= {"in_chans": 3}
             return Qwen2VLForConditionalGeneration(Qwen2VLConfig(text_config=_TEXT, vision_config=tower, **_IDS))
         case "qwen2_5_vl":
             tower = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 1, "out_hidden_size": 64}
@@ -133,10 +134,10 @@ class Reference:
 
     @torch.no_grad()
     def logprobs(self, ids: ArrayLike, seen: Sequence[PlacedImage]) -> NDArray[np.float32]:
-        """[T, V], what follows each token. No token is IDS["left"].
+        """[T, V], what follows each token.
 
-        The model takes every placeholder for an image. One that a policy wrote is shown to it by another token that has
-        its embedding, as engines do.
+        The model takes every placeholder for an image. One that a policy wrote is shown to it by a token that is not
+        there, which gets its embedding, as engines do.
         """
         ids_1T = torch.as_tensor(np.asarray(ids, np.int64))[None]
         kinds_1T = torch.zeros(ids_1T.shape, dtype=torch.int32)
@@ -148,11 +149,12 @@ class Reference:
             pixels["pixel_values"] = torch.tensor(patches.pixels_ND)
             pixels["image_grid_thw"] = torch.tensor(patches.grid_I3)
         embeddings = self._model.get_input_embeddings().weight
-        saved = embeddings[IDS["left"]].clone()
-        embeddings[IDS["left"]] = embeddings[IMAGE_ID]
-        shown_1T = ids_1T.masked_fill((ids_1T == IMAGE_ID) & (kinds_1T == 0), IDS["left"])
+        spare = next(token for token in range(len(WORDS)) if token not in ids_1T)
+        saved = embeddings[spare].clone()
+        embeddings[spare] = embeddings[IMAGE_ID]
+        shown_1T = ids_1T.masked_fill((ids_1T == IMAGE_ID) & (kinds_1T == 0), spare)
         logits_1TV = self._model(input_ids=shown_1T, mm_token_type_ids=kinds_1T, **pixels).logits
-        embeddings[IDS["left"]] = saved
+        embeddings[spare] = saved
         return logits_1TV[0].log_softmax(-1).numpy()
 
 

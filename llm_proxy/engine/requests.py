@@ -154,7 +154,8 @@ def decode(generation: engine_pb2.Generation, key: str, limits: Limits) -> Reque
 def _images(generation: engine_pb2.Generation, prompt: Ids, limits: Limits) -> Sequence[PlacedImage]:
     if limits.image_token_id is None:
         raise InvalidArgument(
-            f"This engine takes no images. Use one of vLLM, with a model of {', '.join(images.MODEL_TYPES)}.",
+            f"This engine takes no images. Use one of vLLM, with a model of {', '.join(images.MODEL_TYPES)}, or one of "
+            "SGLang, with one of the last two.",
             field="images",
         )
     try:

@@ -1,25 +1,28 @@
-"""Prompts with images: what engines take, and what vLLM makes of them."""
+"""Prompts with images: what engines take, and what vLLM and SGLang make of them."""
 
 import asyncio
 import base64
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 
-from llm_proxy.engine.config import EngineConfig, EngineRoot, VllmConfig
+from llm_proxy.engine.config import EngineConfig, EngineRoot, SglangConfig, VllmConfig
 from rollfarm import images
+from rollfarm.config import ConfigError
 from rollfarm.images import PlacedImage
 from rollfarm.run import ModelConfig
 from rollfarm.tokens import pack_ids
 from rollfarm.v1 import engine_pb2, trajectory_pb2
+from tests.engine import sglang_stand_in
 from tests.engine.kit import Answer, Host, serve
+from tests.engine.sglang_stand_in import SglangStandIn
 from tests.engine.stand_in import VllmStandIn, attached_root, choice
-from tests.vision import BEGIN, FINISH, IDS, IMAGE_ID, WORDS, Kind, Reference, make_model, other_weights, picture
+from tests.vision import BEGIN, FINISH, IDS, IMAGE_ID, VIDEO, WORDS, Kind, Reference, make_model, other_weights, picture
 
 ALIKE = 1e-4
 GENERATE = "/inference/v1/generate"
@@ -162,18 +165,89 @@ async def test_a_vllm_that_makes_other_tokens_of_the_images_fails_the_request(si
     assert "vLLM makes other tokens of the images" in answer.failure.message
 
 
+@pytest.fixture
+def sighted_sglang(sighted_model: Path) -> Iterator[SglangStandIn]:
+    with SglangStandIn(str(sighted_model)) as stand_in:
+        stand_in.vocabulary_size = len(WORDS)
+        stand_in.settings["mm_preprocess_cache_size_mb"] = 256
+        yield stand_in  # pyright: ignore[reportReturnType]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "prompt_tokens", "failure"),
+    [
+        (PROMPT, len(PROMPT), ""),
+        (PROMPT, len(PROMPT) + 1, "SGLang makes other tokens of the images"),
+        ([*PROMPT, IDS[VIDEO]], len(PROMPT) + 1, "a token that stands for an image or a video"),
+    ],
+)
+async def test_sglang_is_sent_one_token_for_each_image_and_the_image(
+    sighted_model: Path, sighted_sglang: SglangStandIn, prompt: list[int], prompt_tokens: int, failure: str
+) -> None:
+    bodies: list[Any] = []
+
+    def said(body: Any) -> tuple[int, Any]:
+        if "image_data" not in body:
+            return sighted_sglang.generated(body)
+        bodies.append(body)
+        return 200, sglang_stand_in.generated(3, sighted_sglang.label, prompt_tokens=prompt_tokens)
+
+    sighted_sglang.answers["/generate"] = said
+    async with serve(sglang_stand_in.attached_root(sighted_model, sighted_sglang.url)) as host:
+        answer = await ask(host, prompt, images.write_once(SEEN, set()), count=3)
+
+    urls = [f"data:image/png;base64,{base64.b64encode(data).decode()}" for data in (WIDE, SMALL)]
+    expected = [([*PROMPT[:3], *PROMPT[8:]], urls)] * (prompt == PROMPT)
+    assert [(body["input_ids"], body["image_data"]) for body in bodies] == expected
+    assert (answer.failure is None) == (not failure)
+    assert failure in (answer.failure.message if answer.failure else "")
+
+
+async def test_an_sglang_takes_no_images_of_a_model_whose_images_it_resizes_in_its_own_way(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "qwen2_vl")
+    with SglangStandIn(str(model)) as stand_in:
+        stand_in.vocabulary_size = len(WORDS)
+        async with serve(sglang_stand_in.attached_root(model, stand_in.url)) as host:
+            answer = await ask(host, PROMPT, images.write_once(SEEN, set()))
+
+    assert "takes no images" in refusal(answer)
+
+
+async def test_an_sglang_that_would_make_other_tokens_of_a_prompt_with_images_is_refused(
+    sighted_model: Path, sighted_sglang: SglangStandIn
+) -> None:
+    sighted_sglang.settings["mm_preprocess_cache_size_mb"] = None
+
+    with pytest.raises(ConfigError, match=r"it keeps no pixels.*--mm-preprocess-cache-size-mb 256"):
+        async with serve(sglang_stand_in.attached_root(sighted_model, sighted_sglang.url)):
+            pass
+
+
+def started(adapter: Literal["vllm", "sglang"], model: Path, python: Path) -> EngineRoot:
+    """An engine host that starts the server itself."""
+    servers = {"vllm": VllmConfig, "sglang": SglangConfig}
+    own = {adapter: servers[adapter](python=python, start_seconds=300)}
+    engine = EngineConfig(adapter=adapter, kv_cache=64_000_000, slots=8, **own)  # pyright: ignore[reportArgumentType]
+    return EngineRoot(model=ModelConfig(path=str(model)), engine=engine)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
-async def test_vllm_sees_what_the_reference_sees_and_takes_new_weights_of_the_tower(
-    kind: Kind, sighted_vllm: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("adapter", "kind"),
+    [
+        *(("vllm", "qwen2_vl"), ("vllm", "qwen2_5_vl"), ("vllm", "qwen3_vl")),
+        *(("sglang", "qwen2_5_vl"), ("sglang", "qwen3_vl")),
+    ],
+)
+async def test_a_server_sees_what_the_reference_sees_and_takes_new_weights_of_the_tower(
+    adapter: Literal["vllm", "sglang"], kind: Kind, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
+    python: Path = request.getfixturevalue("sighted_vllm" if adapter == "vllm" else "sglang_python")
     sighted_model = make_model(tmp_path / "model", kind)
-    vllm = VllmConfig(python=sighted_vllm, start_seconds=300)
-    engine = EngineConfig(adapter="vllm", kv_cache=64_000_000, slots=8, vllm=vllm)  # pyright: ignore[reportArgumentType]
     tensors, others = (other_weights(sighted_model, seed=seed) for seed in (1, 2))
 
-    async with serve(EngineRoot(model=ModelConfig(path=str(sighted_model)), engine=engine)) as host:
+    async with serve(started(adapter, sighted_model, python)) as host:
         begun = await ask(host, PROMPT, images.write_once(SEEN, set()))
         await host.publish(tensors)
         updated = await ask(host, PROMPT, images.write_once(SEEN, set()))

@@ -25,6 +25,7 @@ from transformers import AutoConfig
 
 from llm_proxy.engine.adapters.inference_server import InferenceServer
 from llm_proxy.engine.adapters.labels import Labels
+from llm_proxy.engine.adapters.shown import data_urls, folded
 from llm_proxy.engine.adapters.versions import check_version
 from llm_proxy.engine.config import EngineConfig
 from llm_proxy.engine.requests import ABORT, LENGTH, STOP, Chunk, FinishReason, Limits, Request
@@ -38,6 +39,9 @@ _TABLE = "engine.sglang"
 _ENVIRONMENT = {"SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
 _RESERVED_TOKENS = 8
 """Of its context SGLang gives a few to nobody."""
+
+_PIXELS_MB = 256
+"""Room for the pixels of images. Without any SGLang would make text of a prompt's tokens, and other tokens of that."""
 
 _PRISTINE = "default"
 """What SGLang calls the weights that it was started with."""
@@ -66,6 +70,7 @@ class _Finish(BaseModel):
 
 class _Meta(BaseModel):
     finish_reason: _Finish | None
+    prompt_tokens: int = 0
     output_token_logprobs: list[_Candidate] = []
     output_top_logprobs: list[list[_Candidate]] = []
     output_token_sampling_mask: list[list[int]] = []
@@ -94,6 +99,7 @@ class _Settings(BaseModel):
     disable_overlap_schedule: bool
     sampling_mask_max_tokens: int
     enable_memory_saver: bool
+    mm_preprocess_cache_size_mb: int | None = None
     device: str
     tp_size: int
 
@@ -123,6 +129,7 @@ class SglangServer:
         self.version = ""
         self.is_pristine = True
         self.cannot_sleep = ""
+        self._media_tokens: list[int] = []
         self._ranks = 1
         self._names: dict[str, str] = {}
         """What SGLang calls each open request: it aborts all whose names begin alike, so they are equally long."""
@@ -132,6 +139,7 @@ class SglangServer:
 
     async def start(self, limits: Limits) -> None:
         self._limits = limits
+        self._media_tokens = _media_tokens(self._model)
         try:
             if self._config.sglang.url:
                 await self.http.attach()
@@ -163,6 +171,7 @@ class SglangServer:
             # What would be computed ahead at an update would come from the old weights, labelled as from the new.
             "--disable-overlap-schedule",
             *("--sampling-mask-max-tokens", str(limits.vocabulary_size)),
+            *(() if limits.image_token_id is None else ("--mm-preprocess-cache-size-mb", str(_PIXELS_MB))),
         ]
 
     def _environment(self) -> dict[str, str]:
@@ -282,6 +291,7 @@ class SglangServer:
             body = self._body(request, cache_key=cache_key)
             async with aclosing(self.http.answers(_GENERATE, _Generated, body)) as answers:
                 async for answer in answers:
+                    _check_prompt(answer, request)
                     chunk = self._chunk(answer, request, after=count)
                     count += len(chunk.token_ids)
                     yield chunk
@@ -316,6 +326,8 @@ class SglangServer:
         }
         if truncates:
             body |= {"return_sampling_mask": True, "sampling_logprobs_mode": "support"}
+        if request.images:
+            body |= _with_images(request, self._media_tokens)
         return body
 
     def _truncates(self, request: Request) -> bool:
@@ -378,8 +390,34 @@ def _differences(found: _Settings, model: ModelConfig, limits: Limits) -> list[s
         "it computes ahead": found.disable_overlap_schedule,
         f"its sampling masks hold {found.sampling_mask_max_tokens} tokens": found.sampling_mask_max_tokens
         >= limits.vocabulary_size,
+        "it keeps no pixels": limits.image_token_id is None or bool(found.mm_preprocess_cache_size_mb),
     }
     return [problem for problem, is_met in needs.items() if not is_met]
+
+
+def _with_images(request: Request, media_tokens: list[int]) -> dict[str, Any]:
+    """The images and their places. Raises InvalidArgument where SGLang would see more of them than there are."""
+    prompt = folded(request)
+    if np.isin(prompt, media_tokens).sum() != len(request.images):
+        raise InvalidArgument(
+            "The policy wrote a token that stands for an image or a video, which SGLang cannot tell from one that is "
+            "shown.",
+            field="images",
+        )
+    return {"input_ids": prompt.tolist(), "image_data": data_urls(request)}
+
+
+def _check_prompt(answer: _Generated, request: Request) -> None:
+    """Raise EngineFailed where the images were not those tokens to SGLang."""
+    if request.images and answer.meta_info.prompt_tokens != len(request.prompt):
+        raise EngineFailed("SGLang makes other tokens of the images than env_manager: give both the same model.")
+
+
+def _media_tokens(model: ModelConfig) -> list[int]:
+    """Ids that SGLang takes for what is to be seen."""
+    config = AutoConfig.from_pretrained(model.path)
+    found = [getattr(config, name, None) for name in ("image_token_id", "video_token_id")]
+    return [token for token in found if token is not None]
 
 
 def _token_bytes(model: ModelConfig) -> int:

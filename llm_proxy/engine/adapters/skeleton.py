@@ -15,6 +15,9 @@ from rollfarm.checkpoint_names import CheckpointNames
 from rollfarm.config import ConfigError
 from rollfarm.run import ModelConfig
 
+SEEN_BY = {"vllm": images.MODEL_TYPES, "sglang": ("qwen2_5_vl", "qwen3_vl")}
+"""Architectures whose images an adapter's server takes. SGLang resizes those of Qwen2-VL by a rule of its own."""
+
 _ALIGN_BYTES = 64
 
 
@@ -32,7 +35,7 @@ def model_shapes(model: ModelConfig, config: EngineConfig) -> tuple[dict[str, Te
         raise ConfigError(
             f"engine.context_tokens: {config.context_tokens} is more than the model's {most}. Lower it, or set 0."
         )
-    sees = config.adapter == "vllm" and hf_config.model_type in images.MODEL_TYPES
+    sees = hf_config.model_type in SEEN_BY.get(config.adapter, ())
     image_token_id: int | None = hf_config.image_token_id if sees else None
     limits = Limits(config.slots, config.context_tokens or most, text.vocab_size, image_token_id)
     return CheckpointNames(skeleton).shapes(skeleton.state_dict(keep_vars=True)), limits

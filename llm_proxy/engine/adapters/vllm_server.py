@@ -3,7 +3,6 @@
 Weights come through rollfarm's loader, which a plugin brings into vLLM (rollfarm.vllm_gloo).
 """
 
-import base64
 import os
 import secrets
 import shlex
@@ -20,6 +19,7 @@ from pydantic import BaseModel, Field
 
 from llm_proxy.engine.adapters.inference_server import InferenceServer, read_metrics
 from llm_proxy.engine.adapters.labels import Labels
+from llm_proxy.engine.adapters.shown import data_urls, folded
 from llm_proxy.engine.adapters.versions import check_version
 from llm_proxy.engine.config import EngineConfig
 from llm_proxy.engine.requests import ABORT, LENGTH, STOP, Chunk, FinishReason, Limits, Request
@@ -328,20 +328,13 @@ class VllmServer:
 
 
 def _with_images(request: Request, *, cache_salt: str) -> dict[str, Any]:
-    """The prompt with one token for each image, which vLLM makes as many of as it takes. What its vision tower made of
-    an image it keeps by the name that the image has, so each version's have other names."""
-    kept = np.ones(len(request.prompt), np.bool_)
-    for image in request.images:
-        kept[image.offset + 1 : image.offset + image.count] = False
+    """What its vision tower made of an image vLLM keeps by the name that the image has, so each version's have other
+    names."""
     return {
-        "token_ids": request.prompt[kept].tolist(),
+        "token_ids": folded(request).tolist(),
         "content_parts": [
-            {
-                "type": "image_url",
-                "url": f"data:{image.media_type};base64,{base64.b64encode(image.data).decode()}",
-                "uuid": f"{cache_salt}/{sha256(image.data).hexdigest()}",
-            }
-            for image in request.images
+            {"type": "image_url", "url": url, "uuid": f"{cache_salt}/{sha256(image.data).hexdigest()}"}
+            for image, url in zip(request.images, data_urls(request), strict=True)
         ],
         "return_token_ids": True,
     }
