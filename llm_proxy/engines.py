@@ -15,6 +15,7 @@ from google.protobuf.message import Message
 from grpc import aio
 
 from llm_proxy.config import LlmProxyConfig
+from llm_proxy.pool import SERVING, SUSPENDED
 from llm_proxy.requests import ABORT, EngineMisbehaved
 from llm_proxy.routing import Router
 from rollfarm import rpc
@@ -48,6 +49,9 @@ class Fleet:
         self._timer: asyncio.TimerHandle | None = None
         self._timer_deadline: float | None = None
         self._seen_revision = 0
+        self._suspended: set[str] = set()
+        """Engines, as of that revision."""
+
         self._bug: asyncio.Future[None] | None = None
         for address in config.engines:
             self.attach(address)
@@ -124,8 +128,18 @@ class Fleet:
         self._set_timer(now)
         if self.router.revision != self._seen_revision:
             self._seen_revision = self.router.revision
+            self._say_who_is_suspended()
             self.changed.notify()
         self.progressed.notify()
+
+    def _say_who_is_suspended(self) -> None:
+        engines = self.router.engines
+        before, self._suspended = self._suspended, {each.engine_id for each in engines if each.state == SUSPENDED}
+        for engine in engines:
+            if engine.engine_id in self._suspended - before:
+                log.warning("engine suspended", engine_id=engine.engine_id, cause=engine.detail)
+            elif engine.engine_id in before - self._suspended and engine.state == SERVING:
+                log.info("engine serves again", engine_id=engine.engine_id)
 
     def _set_timer(self, now: float) -> None:
         """Wake when time alone changes something."""

@@ -7,8 +7,10 @@ from typing import Any
 
 import grpc
 import pytest
+import structlog
 from grpc import aio
 
+from llm_proxy import engines
 from llm_proxy.breakers import Phase
 from llm_proxy.config import LlmProxyConfig
 from llm_proxy.engines import Fleet
@@ -57,13 +59,17 @@ async def test_an_engine_that_hangs_is_given_up() -> None:
         assert result.engine_id == second
 
 
-async def test_an_engine_that_stalls_is_suspended_and_its_requests_continue_elsewhere() -> None:
+async def test_an_engine_that_stalls_is_suspended_and_its_requests_continue_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     stalling, healthy = SimulatedEngine(token_limit=2), SimulatedEngine()
     async with (
         stalling.serve() as first,
         healthy.serve() as second,
         run_proxy(first, stall_seconds=0.5, suspend_seconds=0.1) as proxy,
     ):
+        logs = structlog.testing.LogCapture()
+        monkeypatch.setattr(engines, "log", structlog.wrap_logger(None, processors=[logs]))
         generating = asyncio.create_task(proxy.generate(asked("a", max_tokens=6)))
         await stalling.until(lambda: stalling.is_stalled)
         await proxy.attach(second)
@@ -80,6 +86,8 @@ async def test_an_engine_that_stalls_is_suspended_and_its_requests_continue_else
         await proxy.until(lambda: proxy.fleet.router.engine(first).breaker.phase is Phase.READY)
         assert (await proxy.generate(asked("probe"))).engine_id == first
         assert [engine.state for engine in (await proxy.list_engines()).engines] == [SERVING, SERVING]
+        said = [(entry["event"], entry["engine_id"]) for entry in logs.entries if entry["event"] != "engine reached"]
+        assert said == [("engine suspended", first), ("engine serves again", first)]
 
 
 class Unstamped(SimulatedEngine):
