@@ -100,6 +100,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     add("--rounds", type=int, default=5, help="rounds of the first two parts (%(default)s)")
     add("--requests", type=int, default=640, help="requests of one measurement (%(default)s)")
     add("--steps", type=int, default=12, help="rollout steps by each way of scheduling (%(default)s)")
+    add("--stream-interval", type=int, default=0, help="engine.vllm.stream_interval of the farm's part (%(default)s)")
     add("--seed", type=int, default=0, help="decides lengths and rewards (%(default)s)")
     add("--skip", action="append", choices=PARTS, default=[], help="leave a part out; may be repeated")
     return parser.parse_args(argv)
@@ -124,7 +125,8 @@ def _vllm(options: argparse.Namespace, folder: Path, client: ProcessPoolExecutor
     port = free_port()
     _say(f"vllm: a model of {parameters:,} parameters; vLLM starts")
     with ExitStack() as stack:
-        host = stack.enter_context(engine(folder, "vllm", _vllm_flags(folder, port)))
+        flags = _vllm_flags(folder, port) | {"engine.vllm.stream_interval": str(options.stream_interval)}
+        host = stack.enter_context(engine(folder, "vllm", flags))
         proxy = stack.enter_context(llm_proxy(folder, "proxy", [host], {}))
         prompts = _prompts(options.requests)
         ask = partial(_directly, f"http://127.0.0.1:{port}", prompts)
@@ -151,6 +153,7 @@ def _vllm(options: argparse.Namespace, folder: Path, client: ProcessPoolExecutor
         "vllm_farm_tokens_per_s": round(median(through)),
         "vllm_farm_cpu_ms_per_request": round(1000 * median(spent) / options.requests, 2),
         "vllm_best_concurrency": best,
+        "vllm_stream_interval": options.stream_interval,
         "vllm_parameters": parameters,
     }
 
