@@ -5,7 +5,6 @@ with its engine within a bound. A first turn goes where its prompt, or the begin
 saves outweighs what the engine has to do more: siblings of a group share a prompt, and still spread.
 """
 
-from collections import OrderedDict
 from collections.abc import Collection
 from operator import attrgetter
 
@@ -27,24 +26,23 @@ Seen = tuple[str, int]
 
 
 class Memory:
-    """The latest of what was seen."""
+    """The latest of what was seen: `size` at least, twice as many at most.
+
+    Two generations instead of an order: to remember is to write into a dict, to forget is to drop the older one.
+    """
 
     def __init__(self, size: int) -> None:
         self._size = size
-        # A dict finds its oldest key behind all that were deleted before it, which takes longer and longer.
-        self._seen: OrderedDict[Key, Seen] = OrderedDict()
-        self.get = self._seen.get
+        self._young: dict[Key, Seen] = {}
+        self._old: dict[Key, Seen] = {}
+
+    def get(self, key: Key) -> Seen | None:
+        return self._young.get(key) or self._old.get(key)
 
     def put(self, key: Key, seen: Seen) -> None:
-        self._seen[key] = seen
-        self._seen.move_to_end(key)
-        if len(self._seen) > self._size:
-            self._seen.popitem(last=False)
-
-    @property
-    def keys(self) -> list[Key]:
-        """The oldest first."""
-        return list(self._seen)
+        if len(self._young) >= self._size and key not in self._young:
+            self._young, self._old = {}, self._young
+        self._young[key] = seen
 
 
 class Choice:
@@ -70,35 +68,39 @@ class Choice:
     def _kept(self, seen: Seen, best: EngineState, engines: Collection[EngineState], length: int) -> Chosen:
         """A session's engine, while it has little more to do than the best."""
         engine_id, cached = seen
-        engine = _find(engine_id, engines)
-        if engine is None or engine.load - best.load > self._settings.affinity_bound_tokens:
-            return best, self._cost(length)
-        return engine, self._cost(max(0, length - cached))
+        engine = _near(engine_id, best, engines, self._settings.affinity_bound_tokens)
+        return (best, self._cost(length)) if engine is None else (engine, self._cost(max(0, length - cached)))
 
     def _first(self, prompt: bytes, best: EngineState, engines: Collection[EngineState], length: int) -> Chosen:
         """Where the prompt was seen last, or its beginning, while that saves more than it delays."""
         chosen, known = best, 0
-        keys = [(hash(prompt), token_count(prompt))]
-        if (size := self._settings.prefix_tokens) and len(prompt) > 4 * size:
-            keys.append((hash(prompt[: 4 * size]), size))
-        for key, cached in keys:
-            seen = self.prompts.get(key)
-            engine = None if seen is None else _find(seen[0], engines)
-            if engine is None:
+        for key, cached in (keys := self._keys(prompt)):
+            if (seen := self.prompts.get(key)) is None:
                 continue
-            if engine.load - best.load <= min(self._cost(cached), self._settings.affinity_bound_tokens):
+            worth = min(self._cost(cached), self._settings.affinity_bound_tokens)
+            if (engine := _near(seen[0], best, engines, worth)) is not None:
                 chosen, known = engine, cached
                 break
         for key, cached in keys:
             self.prompts.put(key, (chosen.engine_id, cached))
         return chosen, self._cost(length - known)
 
+    def _keys(self, prompt: bytes) -> list[tuple[Key, int]]:
+        """What the prompt and its beginning are remembered by, with their tokens."""
+        keys: list[tuple[Key, int]] = [(hash(prompt), token_count(prompt))]
+        if (size := self._settings.prefix_tokens) and len(prompt) > 4 * size:
+            keys.append((hash(prompt[: 4 * size]), size))
+        return keys
+
     def _cost(self, prompt_tokens: int) -> int:
         return round(self._settings.prefill_token_share * prompt_tokens)
 
 
-def _find(engine_id: str, engines: Collection[EngineState]) -> EngineState | None:
+def _near(engine_id: str, best: EngineState, engines: Collection[EngineState], most_tokens: int) -> EngineState | None:
+    """The engine, if it is among these and has no more than so many tokens more to do than the best of them."""
+    if best.engine_id == engine_id:
+        return best
     for engine in engines:
         if engine.engine_id == engine_id:
-            return engine
+            return engine if engine.load - best.load <= most_tokens else None
     return None

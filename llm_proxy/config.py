@@ -53,14 +53,16 @@ class LlmProxyConfig(Config):
     tokens than the least loaded one. 0 balances and ignores caches."""
 
     session_count: int = Field(default=100_000, ge=1)
-    """Sessions whose engine is remembered, the latest ones. About 200 bytes each."""
+    """Sessions whose engine is remembered: the latest ones, so many at least and twice as many at most. About 200 bytes
+    each."""
 
     prefix_tokens: int = Field(default=256, ge=0)
     """A first turn prefers the engine that saw its prompt last, or else this many tokens of its beginning, as long as
     what the cache saves outweighs what that engine has to do more. 0 looks at whole prompts alone."""
 
     prefix_count: int = Field(default=100_000, ge=1)
-    """Prompts and beginnings whose engine is remembered, the latest ones. About 200 bytes each."""
+    """Prompts and beginnings whose engine is remembered: the latest ones, so many at least and twice as many at most.
+    About 200 bytes each."""
 
     prefill_token_share: float = Field(default=0.1, ge=0)
     """What a prompt token that has to be computed costs an engine, relative to a token that it generates: prompts are

@@ -121,8 +121,8 @@ class Fleet:
         for engine_id, wire_ids in effects.cancels.items():
             if (connection := self._connections.get(engine_id)) is not None:
                 connection.cancel(wire_ids)
-        for waiter, result in effects.answers:
-            waiter.answer(result)
+        for waiter, request in effects.answers:
+            waiter.answer(request)
         for engine_id in effects.left:
             self._connections.pop(engine_id).stop()
         self._set_timer(now)

@@ -25,18 +25,18 @@ from llm_proxy.pool import (
     EngineStatus,
     Pool,
 )
-from llm_proxy.requests import ABORT, LENGTH, STOP, FinishReason, OpenRequest, Place, Waiter, Watch
+from llm_proxy.requests import ABORT, DONE, LENGTH, RUNNING, STOP, FinishReason, OpenRequest, Waiter, Watch
 from llm_proxy.settings import RoutingSettings
 from llm_proxy.stuck import StuckAttempts
 from llm_proxy.tenants import Tenant, Tenants
 from llm_proxy.versions import Lane
 from llm_proxy.waiting import WaitingLine
-from rollfarm.error_wire import from_failure, to_failure
+from rollfarm.error_wire import from_failure
 from rollfarm.errors import EngineFailed, FarmError, InvalidArgument, is_retryable
 from rollfarm.tokens import token_count
 from rollfarm.v1 import engine_pb2, llm_proxy_pb2
 
-__all__ = ["BEHIND", "CONNECTING", "DRAINING", "SERVING", "SUSPENDED", "EngineState", "Router", "refusal"]
+__all__ = ["BEHIND", "CONNECTING", "DRAINING", "SERVING", "SUSPENDED", "EngineState", "Router"]
 
 _QUEUE_SECONDS = (0.0005, 0.002, 0.01, 0.05, 0.25, 1.0, 5.0, 30.0, 120.0)
 
@@ -51,7 +51,7 @@ class Effects:
         self.cancels: dict[str, list[str]] = {}
         """Ids on the wire by engine."""
 
-        self.answers: list[tuple[Waiter, llm_proxy_pb2.GenerationResult]] = []
+        self.answers: list[tuple[Waiter, OpenRequest]] = []
         self.left: list[str] = []
         """Engines that drained, and are detached."""
 
@@ -156,17 +156,17 @@ class Router:
 
     def receive(self, engine_id: str, chunk: engine_pb2.GenerationChunk, now: float) -> None:
         """An engine generated tokens, or is done with a request. Raises EngineMisbehaved."""
-        engine = self.engine(engine_id)
+        engine = self._pool.engine(engine_id)
         attempt = engine.attempts.get(chunk.request_id)
         if attempt is None:
             return
         if chunk.token_ids or chunk.version_spans:
             self._take_tokens(engine, attempt, chunk, now)
-        if not chunk.finish_reason and not chunk.HasField("failure"):
-            if attempt.request is not None and attempt.request.broke_exact_version():
-                self._refuse_version(attempt.request, now)
-            return
-        self._conclude(engine, attempt, chunk, now)
+        error = from_failure(chunk.failure) if chunk.HasField("failure") else None
+        if chunk.finish_reason or error is not None:
+            self._conclude(engine, attempt, chunk.finish_reason, error, now)
+        elif attempt.request is not None and attempt.request.broke_exact_version():
+            self._refuse_version(attempt.request, now)
 
     # --- what the trainer does ---
 
@@ -320,7 +320,7 @@ class Router:
         wire_id = self._wire_id(request, engine)
         self.queue_seconds.observe(now - request.since)
         request.leave_place(now)
-        request.place, request.engine_id, request.wire_id = Place.RUNNING, engine.engine_id, wire_id
+        request.place, request.engine_id, request.wire_id = RUNNING, engine.engine_id, wire_id
         self.resumption_count += request.attempts > 0
         request.attempts += 1
         left = request.left
@@ -345,9 +345,8 @@ class Router:
     def _take_tokens(
         self, engine: EngineState, attempt: Attempt, chunk: engine_pb2.GenerationChunk, now: float
     ) -> None:
-        count = token_count(chunk.token_ids)
-        if attempt.request is not None:
-            attempt.request.append(chunk)
+        request = attempt.request
+        count = token_count(chunk.token_ids) if request is None else request.append(chunk)
         self.generated_count += count
         self._pool.progressed(engine, attempt, count, now)
         self._stuck.progressed(attempt)
@@ -356,12 +355,18 @@ class Router:
         if count > paid:
             self._tenants.generated(attempt.tenant, count - paid)
 
-    def _conclude(self, engine: EngineState, attempt: Attempt, chunk: engine_pb2.GenerationChunk, now: float) -> None:
+    def _conclude(
+        self,
+        engine: EngineState,
+        attempt: Attempt,
+        reason: "FinishReason.ValueType",
+        error: FarmError | None,
+        now: float,
+    ) -> None:
         """An attempt is over: answer its request, or let that continue elsewhere."""
-        error = from_failure(chunk.failure) if chunk.HasField("failure") else None
         if error is not None and is_retryable(error):
             self._pool.failed(engine, attempt, str(error), now)
-        elif chunk.finish_reason in (STOP, LENGTH):
+        elif reason in (STOP, LENGTH):
             engine.breaker.finished()
         self._pool.end(engine, attempt)
         self._settle(attempt)
@@ -369,14 +374,14 @@ class Router:
         if request is None:
             return
         request.leave_place(now)
-        request.place = Place.DONE
+        request.place = DONE
         if request.broke_exact_version():
             self._refuse(request, self._pool.served.gone(request.asked))
         elif error is not None and not is_retryable(error):
             self._refuse(request, error)
-        elif error is None and chunk.finish_reason in (STOP, LENGTH):
+        elif error is None and reason in (STOP, LENGTH):
             self._tenants.learn(request.tenant, request.made)
-            self._finish(request, chunk.finish_reason)
+            self._finish(request, reason)
         else:
             cause = str(error) if error is not None else f"engine {request.engine_id} gave it back"
             self._requeue(request, attempt, engine, now, cause=cause)
@@ -398,7 +403,7 @@ class Router:
         self._tenants.ended(attempt.tenant, attempt.prepaid)
 
     def _requeue(self, request: OpenRequest, attempt: Attempt, engine: EngineState, now: float, *, cause: str) -> None:
-        request.place = Place.DONE
+        request.place = DONE
         if self._goes_on(request, attempt, engine, cause=cause):
             self._line.put(request, now)
 
@@ -424,7 +429,7 @@ class Router:
 
     def _close(self, request: OpenRequest, now: float) -> None:
         """Take an open request from where it is."""
-        if request.place is Place.RUNNING:
+        if request.place is RUNNING:
             self._leave_engine(request, now)
         else:
             request.leave_place(now)
@@ -434,28 +439,30 @@ class Router:
     def _leave_engine(self, request: OpenRequest, now: float) -> None:
         """Cancel a running request at its engine, which holds its slot until it confirms."""
         request.leave_place(now)
-        request.place = Place.DONE
+        request.place = DONE
         attempt = self.engine(request.engine_id).attempts[request.wire_id]
         attempt.request = None
         self._stuck.forget(attempt)
         self._effects.cancels.setdefault(request.engine_id, []).append(request.wire_id)
 
     def _finish(self, request: OpenRequest, reason: "FinishReason.ValueType") -> None:
-        self._answer(request, request.result(reason))
+        request.finish_reason = reason
+        self._answer(request)
 
     def _refuse(self, request: OpenRequest, error: FarmError) -> None:
-        self._answer(request, refusal(request.request_id, error))
+        request.refusal = error
+        self._answer(request)
 
     def _refuse_version(self, request: OpenRequest, now: float) -> None:
         self._close(request, now)
         self._refuse(request, self._pool.served.gone(request.asked))
 
-    def _answer(self, request: OpenRequest, result: llm_proxy_pb2.GenerationResult) -> None:
+    def _answer(self, request: OpenRequest) -> None:
         self._forget(request)
-        request.place = Place.DONE
+        request.place = DONE
         self.finished_count += 1
         for waiter in request.waiters:
-            self._effects.answers.append((waiter, result))
+            self._effects.answers.append((waiter, request))
 
     def _forget(self, request: OpenRequest) -> None:
         if self._open.pop(request.request_id, None) is not None:
@@ -466,8 +473,3 @@ class Router:
         if self._pool.served != self._line.served:
             for request in self._line.serve(self._pool.served):
                 self._refuse_version(request, now)
-
-
-def refusal(request_id: str, error: FarmError) -> llm_proxy_pb2.GenerationResult:
-    """The answer to a request that is refused."""
-    return llm_proxy_pb2.GenerationResult(request_id=request_id, failure=to_failure(error))

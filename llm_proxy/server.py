@@ -6,7 +6,7 @@ travel in one message.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -14,11 +14,10 @@ from grpc import aio
 
 from llm_proxy.engines import Fleet
 from llm_proxy.pool import EngineState
-from llm_proxy.requests import Waiter
-from llm_proxy.routing import refusal
+from llm_proxy.requests import OpenRequest, write_refusal
 from llm_proxy.sleeping import Sleeping
 from llm_proxy.tenants import Tenant
-from llm_proxy.validation import check
+from llm_proxy.validation import all_known, check
 from llm_proxy.weights import WeightUpdates
 from rollfarm import rpc
 from rollfarm.error_wire import from_failure
@@ -44,9 +43,9 @@ class Once:
     def __init__(self) -> None:
         self.result: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
 
-    def answer(self, result: Result) -> None:
+    def answer(self, request: OpenRequest) -> None:
         if not self.result.done():
-            self.result.set_result(result)
+            self.result.set_result(request.result())
 
 
 class Stream:
@@ -59,30 +58,32 @@ class Stream:
         self.is_complete = False
         """The caller will add no more."""
 
-        self._ready: list[Result] = []
+        self._ready = ManyResponse()
         self._woken = asyncio.Event()
 
-    def answer(self, result: Result) -> None:
-        self.open.discard(result.request_id)
-        self._ready.append(result)
+    def answer(self, request: OpenRequest) -> None:
+        self.open.discard(request.request_id)
+        request.write_result(self._ready.results.add())
         self._woken.set()
 
-    def refuse(self, result: Result) -> None:
+    def refuse(self, request_id: str, error: FarmError) -> None:
         """Answer a request that was never opened; an open one of the same id is another matter."""
-        self._ready.append(result)
+        write_refusal(self._ready.results.add(), request_id, error)
         self._woken.set()
 
     def complete(self) -> None:
         self.is_complete = True
         self._woken.set()
 
-    async def ready(self) -> list[Result]:
-        """Results since the last call, once there is one; none when the last was given."""
-        while not self._ready and not (self.is_complete and not self.open):
+    async def ready(self) -> list[ManyResponse]:
+        """Results since the last call, once there is one; nothing when the last was given."""
+        while not self._ready.results and not (self.is_complete and not self.open):
             self._woken.clear()
             await self._woken.wait()
-        ready, self._ready = self._ready, []
-        return ready
+        ready, self._ready = self._ready, ManyResponse()
+        if ready.ByteSize() <= rpc.CHUNK_BYTES:
+            return [ready] if ready.results else []
+        return [ManyResponse(results=portion) for portion in rpc.portions(ready.results, rpc.CHUNK_BYTES)]
 
 
 class LlmProxyServicer(llm_proxy_pb2_grpc.LlmProxyServiceServicer):
@@ -113,13 +114,14 @@ class LlmProxyServicer(llm_proxy_pb2_grpc.LlmProxyServiceServicer):
             reading.cancel()
 
     async def Generate(self, request: llm_proxy_pb2.GenerateRequest, context: Context) -> Any:
-        once = Once()
-        self._submit(request.generation, once, time.monotonic())
+        once, router = Once(), self._router
+        check(request.generation, context_tokens=router.context_tokens, vocabulary_size=router.vocabulary_size)
+        router.submit(request.generation, once, time.monotonic())
         self._fleet.wake()
         try:
             result = await once.result
         except asyncio.CancelledError:
-            self._router.withdraw(request.generation.generation.request_id, once, time.monotonic())
+            router.withdraw(request.generation.generation.request_id, once, time.monotonic())
             self._fleet.wake()
             raise
         if result.HasField("failure"):
@@ -134,7 +136,7 @@ class LlmProxyServicer(llm_proxy_pb2_grpc.LlmProxyServiceServicer):
         reading.add_done_callback(lambda _: stream.complete())
         try:
             while ready := await stream.ready():
-                for response in rpc.fitted(_generate_many_response, ManyResponse.ByteSize, ready):
+                for response in ready:
                     yield response
             if not reading.cancelled():
                 reading.result()
@@ -227,33 +229,24 @@ class LlmProxyServicer(llm_proxy_pb2_grpc.LlmProxyServiceServicer):
 
     async def _read(self, request_iterator: AsyncIterator[Any], stream: Stream) -> None:
         async for message in request_iterator:
-            now = time.monotonic()
-            for asked in message.generations:
-                self._submit_one(asked, stream, now)
+            self._submit_all(message.generations, stream, time.monotonic())
             self._fleet.wake()
 
-    def _submit_one(self, asked: llm_proxy_pb2.ProxiedGeneration, stream: Stream, now: float) -> None:
-        generation = asked.generation
-        request_id = generation.request_id
-        try:
-            self._submit(asked, stream, now)
-            stream.open.add(request_id)
-        except FarmError as error:
-            log.debug("generation refused", request_id=request_id, trace_id=generation.trace_id, cause=str(error))
-            stream.refuse(refusal(request_id, error))
-
-    def _submit(self, asked: llm_proxy_pb2.ProxiedGeneration, waiter: Waiter, now: float) -> None:
-        """Open a request that an engine could serve, as far as the engines are known. Raises its refusal."""
+    def _submit_all(self, asked: Sequence[llm_proxy_pb2.ProxiedGeneration], stream: Stream, now: float) -> None:
+        """Open those that an engine could serve, and refuse the others."""
         router = self._router
-        check(asked, context_tokens=router.context_tokens, vocabulary_size=router.vocabulary_size)
-        router.submit(asked, waiter, now)
-
-
-def _generate_many_response(results: list[Result]) -> ManyResponse:
-    response = ManyResponse()
-    for result in results:
-        response.results.add().CopyFrom(result)  # at half the cost of a list for the constructor
-    return response
+        context_tokens, vocabulary_size = router.context_tokens, router.vocabulary_size
+        known = all_known(asked, vocabulary_size=vocabulary_size)
+        for one in asked:
+            generation = one.generation
+            request_id = generation.request_id
+            try:
+                check(one, context_tokens=context_tokens, vocabulary_size=vocabulary_size, ids_are_known=known)
+                router.submit(one, stream, now)
+                stream.open.add(request_id)
+            except FarmError as error:
+                log.debug("generation refused", request_id=request_id, trace_id=generation.trace_id, cause=str(error))
+                stream.refuse(request_id, error)
 
 
 def _engine(engine: EngineState) -> llm_proxy_pb2.Engine:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from operator import attrgetter
 
 from llm_proxy.heaps import Heap
-from llm_proxy.requests import OpenRequest, Place
+from llm_proxy.requests import DONE, WAITING, OpenRequest
 from llm_proxy.tenants import Tenant, Tenants
 from llm_proxy.versions import Lane, Served
 
@@ -48,7 +48,7 @@ class WaitingLine:
         """Add a request whose version is not gone."""
         lane = self.served.lane(request)
         assert lane is not None
-        request.place = Place.WAITING
+        request.place = WAITING
         request.tenant.waiting_count += 1
         self._count += 1
         if lane is Lane.ANY:
@@ -113,7 +113,7 @@ class WaitingLine:
         return overdue
 
     def _taken(self, request: OpenRequest) -> None:
-        request.place = Place.DONE
+        request.place = DONE
         request.tenant.waiting_count -= 1
         self._count -= 1
 

@@ -21,7 +21,12 @@ _FINITE = sys.float_info.max
 
 def check_prompt(prompt: Ids, *, context_tokens: int, vocabulary_size: int) -> None:
     """Raise InvalidArgument unless the prompt is of the vocabulary and leaves room for a token."""
-    length = len(prompt)
+    check_length(len(prompt), context_tokens=context_tokens)
+    check_ids(prompt, vocabulary_size=vocabulary_size)
+
+
+def check_length(length: int, *, context_tokens: int) -> None:
+    """Raise InvalidArgument unless a prompt of so many tokens leaves room for one more, and is not empty."""
     if not length:
         raise InvalidArgument("The prompt is empty; at least one token is needed.", field="prompt_token_ids")
     if 0 < context_tokens <= length:
@@ -30,9 +35,18 @@ def check_prompt(prompt: Ids, *, context_tokens: int, vocabulary_size: int) -> N
             prompt_token_count=length,
             context_token_count=context_tokens,
         )
+
+
+def are_known(ids: Ids, *, vocabulary_size: int) -> bool:
+    """Whether these ids, one at least, are of the vocabulary."""
     # One pass for both ends: read as unsigned, an id below 0 is greater than any vocabulary. `max` begins in Python.
-    unsigned = prompt.view(_UNSIGNED)
-    if unsigned.item(unsigned.argmax()) >= (vocabulary_size or _NO_ID):
+    unsigned = ids.view(_UNSIGNED)
+    return unsigned.item(unsigned.argmax()) < (vocabulary_size or _NO_ID)
+
+
+def check_ids(prompt: Ids, *, vocabulary_size: int) -> None:
+    """Raise InvalidArgument unless the ids, one at least, are of the vocabulary."""
+    if not are_known(prompt, vocabulary_size=vocabulary_size):
         wrong = int(prompt.min() if prompt.min() < 0 else prompt.max())
         raise InvalidArgument(
             f"Token id {wrong} is outside of the vocabulary of {vocabulary_size or 'unknown size'}.",

@@ -237,15 +237,16 @@ def _quick_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return import_module("uvloop").new_event_loop if find_spec("uvloop") else None
 
 
-def calm_collector(*, looks: int = 1_000) -> None:
+def calm_collector(*, young: int = 5_000, looks: int = 1_000) -> None:
     """Look for cycles among young objects, and hardly ever among all. For a service that holds much, once it is wired.
 
     Its state has no cycles, and a look at everything that 10,000 samples leave behind holds each call up for 60 ms.
     Where others' code may leave cycles, `looks` is smaller: looks at those that are not so young, for one at all.
+    `young` is the number of objects that are looked at together; where it is large, cycles must be small.
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(5_000, 20, looks)
+    gc.set_threshold(young, 20, looks)
 
 
 def stop_on_signal() -> asyncio.Event:

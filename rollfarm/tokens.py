@@ -11,6 +11,9 @@ from rollfarm.v1 import trajectory_pb2
 Ids = NDArray[np.int32]
 Logprobs = NDArray[np.float32]
 
+Span = tuple[int, int]
+"""A policy version, and how many tokens in a row are of it."""
+
 ID = np.dtype("<i4")
 LOGPROB = np.dtype("<f4")
 
@@ -40,13 +43,18 @@ def token_count(data: bytes) -> int:
     return len(data) // 4
 
 
-def append_spans(spans: list[trajectory_pb2.VersionSpan], more: Iterable[trajectory_pb2.VersionSpan]) -> None:
+def whole_count(data: bytes) -> int:
+    """T of a packed array. Raises InvalidArgument when it is none."""
+    return len(_whole(data)) // 4
+
+
+def append_spans(spans: list[Span], more: Iterable[Span]) -> None:
     """Append `more` to `spans` in place, joining neighbours of one version."""
-    for span in more:
-        if spans and spans[-1].policy_version == span.policy_version:
-            spans[-1].token_count += span.token_count
+    for version, count in more:
+        if spans and spans[-1][0] == version:
+            spans[-1] = (version, spans[-1][1] + count)
         else:
-            spans.append(trajectory_pb2.VersionSpan(policy_version=span.policy_version, token_count=span.token_count))
+            spans.append((version, count))
 
 
 def versions_of(spans: Sequence[trajectory_pb2.VersionSpan]) -> NDArray[np.int64]:

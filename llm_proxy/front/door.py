@@ -23,6 +23,7 @@ from llm_proxy.front.record import Cause, Record
 from llm_proxy.front.sampling import FREE, Wishes, bind
 from llm_proxy.front.sessions import Session
 from llm_proxy.front.turns import turn_of
+from llm_proxy.requests import OpenRequest
 from llm_proxy.validation import check
 from rollfarm.chat import ChatTemplate
 from rollfarm.chat.formats import Part
@@ -91,8 +92,8 @@ class Choice:
         self._news = news
         self._parts: list[Part] = []
 
-    def answer(self, result: llm_proxy_pb2.GenerationResult) -> None:
-        self.result = result
+    def answer(self, request: OpenRequest) -> None:
+        self.result = request.result()
         self._news.put_nowait(self)
 
     def progress(self, token_ids: bytes) -> None:

@@ -27,9 +27,14 @@ def test_a_truncated_array_is_refused():
 
 
 def test_neighbouring_spans_of_one_version_are_joined():
-    spans = [VersionSpan(policy_version=1, token_count=2)]
+    spans = [(1, 2)]
 
-    append_spans(spans, [VersionSpan(policy_version=1, token_count=1), VersionSpan(policy_version=2, token_count=1)])
+    append_spans(spans, [(1, 1), (2, 1)])
 
-    assert [(s.policy_version, s.token_count) for s in spans] == [(1, 3), (2, 1)]
+    assert spans == [(1, 3), (2, 1)]
+
+
+def test_every_token_has_the_version_of_its_span():
+    spans = [VersionSpan(policy_version=1, token_count=3), VersionSpan(policy_version=2, token_count=1)]
+
     np.testing.assert_array_equal(versions_of(spans), [1, 1, 1, 2])

@@ -2,6 +2,9 @@
 
 import time
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from llm_proxy.choice import Memory
 from tests.llm_proxy.world import LENGTH, World
 
@@ -103,17 +106,17 @@ def test_a_bound_of_0_looks_at_caches_between_equals_alone() -> None:
     assert sorted(world.step()) == ["0@a", "1@b", "2@b", "3@a"]
 
 
-def test_the_latest_are_remembered() -> None:
-    memory = Memory(2)
-    memory.put("a", ("e", 1))
-    memory.put("b", ("e", 2))
-    memory.put("a", ("f", 3))
+@given(keys=st.lists(st.integers(0, 9), max_size=60), size=st.integers(1, 4))
+def test_the_latest_are_remembered(keys: list[int], size: int) -> None:
+    memory = Memory(size)
+    for number, key in enumerate(keys):
+        memory.put(key, ("e", number))
 
-    memory.put("c", ("e", 4))
-
-    assert memory.keys == ["a", "c"]
-    assert memory.get("a") == ("f", 3)
-    assert memory.get("b") is None
+    last = {key: number for number, key in enumerate(keys)}
+    latest = sorted(last, key=lambda key: -last[key])
+    assert [memory.get(key) for key in latest[:size]] == [("e", last[key]) for key in latest[:size]]
+    assert all(memory.get(key) in (None, ("e", last[key])) for key in last)
+    assert sum(memory.get(key) is not None for key in range(10)) <= 2 * size
 
 
 def test_a_full_memory_forgets_as_quickly_as_it_remembers() -> None:

@@ -8,6 +8,7 @@ import openai
 import pytest
 
 from llm_proxy.front.door import Choice
+from llm_proxy.requests import OpenRequest
 from rollfarm.chat.replies import Reader
 from rollfarm.v1 import trajectory_pb2
 from tests.llm_proxy.fronts import MODEL, assert_exact, scripted
@@ -80,8 +81,8 @@ async def test_an_answer_that_comes_as_its_session_is_closed_is_not_told(monkeyp
     async with scripted(lambda _: "Yes.<|im_end|>") as (world, _):
         answer = Choice.answer
 
-        def answer_and_close(choice: Choice, result: Any) -> None:
-            answer(choice, result)
+        def answer_and_close(choice: Choice, request: OpenRequest) -> None:
+            answer(choice, request)
             world.front.close("episode")
 
         monkeypatch.setattr(Choice, "answer", answer_and_close)
@@ -95,10 +96,10 @@ async def test_of_several_choices_none_is_recorded_where_one_fails(monkeypatch):
     async with scripted(lambda _: "Yes.<|im_end|>") as (world, _):
         answer = Choice.answer
 
-        def cancel_the_second(choice: Choice, result: Any) -> None:
+        def cancel_the_second(choice: Choice, request: OpenRequest) -> None:
             if choice.index == 1:
-                result.finish_reason = trajectory_pb2.FINISH_REASON_ABORT
-            answer(choice, result)
+                request.finish_reason = trajectory_pb2.FINISH_REASON_ABORT
+            answer(choice, request)
 
         monkeypatch.setattr(Choice, "answer", cancel_the_second)
         with pytest.raises(openai.InternalServerError, match="The generation was cancelled"):

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from llm_proxy.breakers import Phase
+from llm_proxy.requests import OpenRequest
 from llm_proxy.routing import BEHIND, CONNECTING, DRAINING, SERVING, SUSPENDED, Router
 from llm_proxy.settings import RoutingSettings
 from llm_proxy.tenants import TenantSettings
@@ -383,9 +384,9 @@ class Farm(RuleBasedStateMachine):
         """Carry out what routing says, as the fleet does at the end of a loop turn."""
         self.now += 1
         effects = self.router.step(self.now)
-        for waiter, result in effects.answers:
+        for waiter, request in effects.answers:
             assert waiter is self
-            self.answer(result)
+            self.answer(request)
         for name in effects.left:
             assert not self.engines[name].open
             self.engines[name].is_attached = False
@@ -438,7 +439,8 @@ class Farm(RuleBasedStateMachine):
             chunk.failure.CopyFrom(to_failure(EngineFailed("Out of memory.")))
         self.router.receive(name, chunk, self.now)
 
-    def answer(self, result: Any) -> None:
+    def answer(self, request: OpenRequest) -> None:
+        result = request.result()
         asked = self.open.pop(result.request_id)
         self.answers[result.request_id] = result
         if result.HasField("failure"):

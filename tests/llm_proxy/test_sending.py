@@ -1,4 +1,4 @@
-"""What reaches an engine in one message."""
+"""What travels in one message, to an engine and to who asked."""
 
 import asyncio
 from typing import Any
@@ -7,8 +7,10 @@ import pytest
 
 from llm_proxy.config import LlmProxyConfig
 from llm_proxy.engines import Connection, Fleet
+from llm_proxy.server import Stream
 from rollfarm import rpc
 from rollfarm.v1 import engine_pb2
+from tests.llm_proxy.world import LENGTH, World, asked, chunk
 
 
 class Written:
@@ -61,6 +63,27 @@ def test_what_is_too_large_for_a_message_is_halved_until_it_fits_and_keeps_its_o
     assert list(rpc.fitted(joined, len, messages, most_bytes=2)) == ["ab", "c", "dddd", "e"]
     assert list(rpc.fitted(joined, len, messages, most_bytes=8)) == ["abcdddde"]
     assert list(rpc.fitted(joined, len, [], most_bytes=8)) == []
+
+
+async def test_results_that_are_too_large_for_a_message_travel_in_several(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(rpc, "CHUNK_BYTES", 3000)
+    world, stream = World(), Stream()
+    world.engine("e", slots=5, context=1000)
+    for name in "abcde":
+        world.router.submit(asked(name, max_tokens=150), stream, world.now)
+    world.step()
+    for name in "abcde":
+        world.router.receive("e", chunk(name, [1] * 150, reason=LENGTH), world.now)
+    world.step()
+
+    messages = await stream.ready()
+
+    assert [[result.request_id for result in message.results] for message in messages] == [
+        ["a", "b"],
+        ["c", "d"],
+        ["e"],
+    ]
+    assert all(len(result.token_ids) == 600 for message in messages for result in message.results)
 
 
 async def test_what_a_message_carried_delays_the_next_one(monkeypatch: pytest.MonkeyPatch):

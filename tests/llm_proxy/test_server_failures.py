@@ -154,7 +154,7 @@ async def test_an_engine_whose_bytes_are_no_message_is_left() -> None:
 
 async def test_a_bug_in_what_a_loop_turn_does_ends_the_service() -> None:
     class Broken:
-        def answer(self, result: Any) -> None:
+        def answer(self, request: Any) -> None:
             raise RuntimeError("planted")
 
     fleet = Fleet(LlmProxyConfig(engines=[]))

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from llm_proxy.requests import OpenRequest
 from llm_proxy.routing import Router
 from llm_proxy.settings import RoutingSettings
 from rollfarm import tokens
@@ -22,9 +23,9 @@ class Client:
     def __init__(self) -> None:
         self.results: dict[str, Any] = {}
 
-    def answer(self, result: Any) -> None:
-        assert result.request_id not in self.results
-        self.results[result.request_id] = result
+    def answer(self, request: OpenRequest) -> None:
+        assert request.request_id not in self.results
+        self.results[request.request_id] = request.result()
 
 
 class World:
@@ -60,8 +61,8 @@ class World:
         self.sent += new
         self.cancelled += [(engine, wire) for engine, wires in effects.cancels.items() for wire in wires]
         self.left += effects.left
-        for waiter, result in effects.answers:
-            waiter.answer(result)
+        for waiter, request in effects.answers:
+            waiter.answer(request)
         return [f"{generation.request_id.split('~')[0]}@{engine}" for engine, generation in new]
 
     def wait(self, seconds: float) -> list[str]:
