@@ -154,6 +154,7 @@ class Bench:
         closed = single[0.0]["closed"]
         yield System("direct", "grpc", partial(direct_grpc, clients.stream), stream)
         yield System("llm_proxy", "grpc", partial(llm_proxy, self.folder, clients.stream), stream)
+        yield System("relay", "grpc", partial(relay, self.folder), {1.0: {"open": stream[1.0]["open"]}})
         if "unary" not in skip:
             yield System("unary_floor", "grpc", partial(direct_grpc, clients.unary), {0.0: {"closed": closed}})
             yield System("unary", "grpc", partial(llm_proxy, self.folder, clients.unary), single)
@@ -199,6 +200,13 @@ def direct_http(engine: Engine) -> Iterator[Ask]:
     yield partial(
         http, HttpTarget(engine.port, engine.pid, (request("/generate", engine.port, payload.generate_body()),))
     )
+
+
+@contextmanager
+def relay(folder: Path, engine: Engine) -> Iterator[Ask]:
+    """A relay that knows nothing before the engine, asked as the engine is."""
+    with servers.relay(folder, engine) as proxy:
+        yield partial(clients.stream, Target(proxy.port, proxy.pid, direct=True))
 
 
 @contextmanager

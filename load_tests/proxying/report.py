@@ -25,6 +25,8 @@ LATENCIES = {"open": "added", "paced": "added_paced", "closed": "added_closed"}
 def figures(measured: Measured, peers: Sequence[str]) -> Figures:
     """Every figure; None where it was not measured."""
     made = _system(measured, "llm_proxy", "direct", "")
+    made["added_p50_floor_ms"] = added_ms(measured, "relay", "direct", "open", 0.5)
+    made["added_p99_floor_ms"] = added_ms(measured, "relay", "direct", "open", 0.99)
     made["cpu_us_stream"] = cpu_us(measured, "llm_proxy", "closed")
     made["cpu_us_stream_paced"] = cpu_us(measured, "llm_proxy", "paced")
     made["cpu_us_unary"] = cpu_us(measured, "unary", "closed")

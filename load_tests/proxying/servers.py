@@ -28,7 +28,7 @@ class Engine:
 
 @dataclass(frozen=True)
 class Proxy:
-    """An llm_proxy that serves one engine."""
+    """An llm_proxy that serves one engine, or a relay to it."""
 
     port: int
     pid: int
@@ -41,6 +41,15 @@ def engine(folder: Path, protocol: Literal["grpc", "http"], seconds: float) -> I
     command = [sys.executable, "-m", f"load_tests.proxying.engine_{protocol}", str(port), str(seconds)]
     with serving(command, folder / f"engine_{protocol}.log", lambda: asyncio.run(_listens(port))) as pid:
         yield Engine(port, pid, seconds)
+
+
+@contextmanager
+def relay(folder: Path, engine: Engine) -> Iterator[Proxy]:
+    """A relay before the engine until the block ends."""
+    port = free_port()
+    command = [sys.executable, "-m", "load_tests.proxying.relay", str(port), str(engine.port)]
+    with serving(command, folder / "relay.log", lambda: asyncio.run(_listens(port))) as pid:
+        yield Proxy(port, pid)
 
 
 async def _listens(port: int) -> bool:
