@@ -6,7 +6,7 @@ asked for, so requests that arrive together travel together. Invariant: a connec
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,7 @@ from llm_proxy.routing import Router
 from rollfarm import rpc
 from rollfarm.error_wire import from_rpc
 from rollfarm.errors import EngineFailed, FarmError
-from rollfarm.service import Changed
+from rollfarm.service import Bell, Changed
 from rollfarm.v1 import engine_pb2, engine_pb2_grpc
 
 log = structlog.get_logger()
@@ -41,11 +41,11 @@ class Fleet:
         """Notified when the router's revision grows."""
 
         self.progressed = Changed()
-        """Notified after every flush."""
+        """Notified at the end of a loop turn in which anything was to be done."""
 
         self._connections: dict[str, Connection] = {}
         self._group: asyncio.TaskGroup | None = None
-        self._flushing = False
+        self._is_woken = False
         self._timer: asyncio.TimerHandle | None = None
         self._timer_deadline: float | None = None
         self._seen_revision = 0
@@ -101,18 +101,32 @@ class Fleet:
 
     def wake(self) -> None:
         """Carry out what the router says, at the end of this loop turn."""
-        if not self._flushing:
-            self._flushing = True
-            asyncio.get_running_loop().call_soon(self._flush)
+        if not self._is_woken:
+            self._is_woken = True
+            asyncio.get_running_loop().call_soon(self._do, self._end_turn)
 
-    def _flush(self) -> None:
-        self._flushing = False
+    def flush(self) -> None:
+        """Carry out what the router says now, since nothing more comes with it. What can wait follows."""
+        self._do(self._carry_out)
+        self.wake()
+
+    def _do(self, what: Callable[[float], None]) -> None:
         try:
-            self._carry_out(time.monotonic())
+            what(time.monotonic())
         except Exception as bug:  # what was asked for may be half done
             if self._bug is None or self._bug.done():
                 raise
             self._bug.set_exception(bug)
+
+    def _end_turn(self, now: float) -> None:
+        self._is_woken = False
+        self._carry_out(now)
+        self._set_timer(now)
+        if self.router.revision != self._seen_revision:
+            self._seen_revision = self.router.revision
+            self._say_who_is_suspended()
+            self.changed.notify()
+        self.progressed.notify()
 
     def _carry_out(self, now: float) -> None:
         effects = self.router.step(now)
@@ -125,12 +139,6 @@ class Fleet:
             waiter.answer(request)
         for engine_id in effects.left:
             self._connections.pop(engine_id).stop()
-        self._set_timer(now)
-        if self.router.revision != self._seen_revision:
-            self._seen_revision = self.router.revision
-            self._say_who_is_suspended()
-            self.changed.notify()
-        self.progressed.notify()
 
     def _say_who_is_suspended(self) -> None:
         engines = self.router.engines
@@ -165,7 +173,7 @@ class Connection:
         self._stopped = False
         self._task: asyncio.Task[None] | None = None
         self._outbox: list[engine_pb2.Generation] = []
-        self._outbox_filled = asyncio.Event()
+        self._outbox_filled = Bell()
         self._cancels: list[str] = []
         self._cancels_filled = asyncio.Event()
         self._gave_up: asyncio.Future[None] | None = None
@@ -187,7 +195,7 @@ class Connection:
     def send(self, generations: list[engine_pb2.Generation]) -> None:
         """Give the engine work, in order."""
         self._outbox += generations
-        self._outbox_filled.set()
+        self._outbox_filled.ring()
 
     def cancel(self, wire_ids: list[str]) -> None:
         """Tell the engine to stop these; it never hears of those that were not sent yet."""
@@ -299,15 +307,15 @@ class Connection:
             now = time.monotonic()
             for chunk in message.chunks:
                 self._router.receive(self._address, chunk, now)
-            self._fleet.wake()
+            self._fleet.flush()
         raise EngineFailed("the engine ended the stream")
 
     async def _write(self, call: Any) -> None:
         pace = rpc.Pace()
         while True:
-            await self._outbox_filled.wait()
+            while not self._outbox:
+                await self._outbox_filled.rung()
             await pace.wait()
-            self._outbox_filled.clear()
             generations, self._outbox = self._outbox, []
             pace.sent(len(generations))
             for request in rpc.fitted(_generate_request, len, generations):

@@ -292,9 +292,11 @@ class Router:
         self._stuck.check(now)
 
     def _give_out(self, now: float) -> None:
+        if not self._line:
+            return
         for request in self._line.pop_arrived(self._pool.free_slots):
             self._start(request, self._choice.choose(request, self._pool.candidates(Lane.ANY)), now)
-        while (lanes := self._pool.free_lanes()) and (popped := self._line.pop(lanes)) is not None:
+        while self._line and (lanes := self._pool.free_lanes()) and (popped := self._line.pop(lanes)) is not None:
             request, lane = popped
             self._start(request, self._choice.choose(request, self._pool.candidates(lane)), now)
 

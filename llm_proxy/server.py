@@ -17,12 +17,12 @@ from llm_proxy.pool import EngineState
 from llm_proxy.requests import OpenRequest, write_refusal
 from llm_proxy.sleeping import Sleeping
 from llm_proxy.tenants import Tenant
-from llm_proxy.validation import all_known, check
+from llm_proxy.validation import check
 from llm_proxy.weights import WeightUpdates
 from rollfarm import rpc
 from rollfarm.error_wire import from_failure
 from rollfarm.errors import FarmError, HttpDisabled, InvalidArgument
-from rollfarm.service import poll_seconds
+from rollfarm.service import Bell, poll_seconds
 from rollfarm.v1 import llm_proxy_pb2, llm_proxy_pb2_grpc
 
 if TYPE_CHECKING:
@@ -59,27 +59,26 @@ class Stream:
         """The caller will add no more."""
 
         self._ready = ManyResponse()
-        self._woken = asyncio.Event()
+        self._news = Bell()
 
     def answer(self, request: OpenRequest) -> None:
         self.open.discard(request.request_id)
         request.write_result(self._ready.results.add())
-        self._woken.set()
+        self._news.ring()
 
     def refuse(self, request_id: str, error: FarmError) -> None:
         """Answer a request that was never opened; an open one of the same id is another matter."""
         write_refusal(self._ready.results.add(), request_id, error)
-        self._woken.set()
+        self._news.ring()
 
     def complete(self) -> None:
         self.is_complete = True
-        self._woken.set()
+        self._news.ring()
 
     async def ready(self) -> list[ManyResponse]:
         """Results since the last call, once there is one; nothing when the last was given."""
         while not self._ready.results and not (self.is_complete and not self.open):
-            self._woken.clear()
-            await self._woken.wait()
+            await self._news.rung()
         ready, self._ready = self._ready, ManyResponse()
         if ready.ByteSize() <= rpc.CHUNK_BYTES:
             return [ready] if ready.results else []
@@ -230,18 +229,17 @@ class LlmProxyServicer(llm_proxy_pb2_grpc.LlmProxyServiceServicer):
     async def _read(self, request_iterator: AsyncIterator[Any], stream: Stream) -> None:
         async for message in request_iterator:
             self._submit_all(message.generations, stream, time.monotonic())
-            self._fleet.wake()
+            self._fleet.flush()
 
     def _submit_all(self, asked: Sequence[llm_proxy_pb2.ProxiedGeneration], stream: Stream, now: float) -> None:
         """Open those that an engine could serve, and refuse the others."""
         router = self._router
         context_tokens, vocabulary_size = router.context_tokens, router.vocabulary_size
-        known = all_known(asked, vocabulary_size=vocabulary_size)
         for one in asked:
             generation = one.generation
             request_id = generation.request_id
             try:
-                check(one, context_tokens=context_tokens, vocabulary_size=vocabulary_size, ids_are_known=known)
+                check(one, context_tokens=context_tokens, vocabulary_size=vocabulary_size)
                 router.submit(one, stream, now)
                 stream.open.add(request_id)
             except FarmError as error:

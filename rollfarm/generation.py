@@ -37,16 +37,11 @@ def check_length(length: int, *, context_tokens: int) -> None:
         )
 
 
-def are_known(ids: Ids, *, vocabulary_size: int) -> bool:
-    """Whether these ids, one at least, are of the vocabulary."""
-    # One pass for both ends: read as unsigned, an id below 0 is greater than any vocabulary. `max` begins in Python.
-    unsigned = ids.view(_UNSIGNED)
-    return unsigned.item(unsigned.argmax()) < (vocabulary_size or _NO_ID)
-
-
 def check_ids(prompt: Ids, *, vocabulary_size: int) -> None:
     """Raise InvalidArgument unless the ids, one at least, are of the vocabulary."""
-    if not are_known(prompt, vocabulary_size=vocabulary_size):
+    # One pass for both ends: read as unsigned, an id below 0 is greater than any vocabulary. `max` begins in Python.
+    unsigned = prompt.view(_UNSIGNED)
+    if unsigned.item(unsigned.argmax()) >= (vocabulary_size or _NO_ID):
         wrong = int(prompt.min() if prompt.min() < 0 else prompt.max())
         raise InvalidArgument(
             f"Token id {wrong} is outside of the vocabulary of {vocabulary_size or 'unknown size'}.",

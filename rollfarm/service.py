@@ -272,6 +272,22 @@ def _stop_with_supervisor(loop: asyncio.AbstractEventLoop, stop: asyncio.Event) 
     loop.add_reader(stdin, read)
 
 
+class Bell:
+    """Wakes the one task that waits for it, if it does: an `asyncio.Event` for one, without a memory."""
+
+    def __init__(self) -> None:
+        self._waiting: asyncio.Future[None] | None = None
+
+    def ring(self) -> None:
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+
+    async def rung(self) -> None:
+        """Until it rings the next time."""
+        self._waiting = asyncio.get_running_loop().create_future()
+        await self._waiting
+
+
 class Changed:
     """Wakes long polls when state changes, the one that has waited longest first."""
 

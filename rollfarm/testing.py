@@ -20,6 +20,7 @@ from grpc import aio
 from rollfarm import rpc, tokens
 from rollfarm.error_wire import to_failure
 from rollfarm.errors import FarmError, InvalidArgument, WeightsFailed, WeightsNotStaged
+from rollfarm.generation import check_prompt
 from rollfarm.service import Changed, ErrorInterceptor
 from rollfarm.v1 import engine_pb2, engine_pb2_grpc, trajectory_pb2
 
@@ -266,11 +267,13 @@ class SimulatedEngine(engine_pb2_grpc.EngineServiceServicer):
             self._changed.notify()
 
     def _admit(self, running: _Running) -> None:
-        if 0 < len(running.ids) < self.context_tokens and max(running.ids) < self.vocabulary_size:
-            self._open[running.generation.request_id] = running
-            return
-        refused = to_failure(InvalidArgument("The prompt does not fit the model."))
-        running.outbox.put_nowait(engine_pb2.GenerationChunk(request_id=running.generation.request_id, failure=refused))
+        request_id, prompt = running.generation.request_id, running.generation.prompt_token_ids
+        limits = {"context_tokens": self.context_tokens, "vocabulary_size": self.vocabulary_size}
+        try:
+            check_prompt(tokens.unpack_ids(prompt), **limits)
+            self._open[request_id] = running
+        except InvalidArgument as error:
+            running.outbox.put_nowait(engine_pb2.GenerationChunk(request_id=request_id, failure=to_failure(error)))
 
     def _abort(self, request_ids: Sequence[str]) -> None:
         for request_id in request_ids:

@@ -30,6 +30,8 @@ from rollfarm.chat.formats import Part
 from rollfarm.chat.messages import Message
 from rollfarm.chat.replies import Reader, Reading
 from rollfarm.error_wire import from_failure
+from rollfarm.generation import check_ids
+from rollfarm.tokens import unpack_ids
 from rollfarm.v1 import llm_proxy_pb2, trajectory_pb2
 
 log = structlog.get_logger()
@@ -263,6 +265,7 @@ class Door:
         asked = self._generation(caller, ask, prompt, choice)
         router = self._fleet.router
         check(asked, context_tokens=self._context, vocabulary_size=router.vocabulary_size)
+        check_ids(unpack_ids(asked.generation.prompt_token_ids), vocabulary_size=router.vocabulary_size)
         watches = ask.streams or ask.stops
         router.submit(asked, choice, time.monotonic(), watch=choice.progress if watches else None)
         if isinstance(caller, Session):

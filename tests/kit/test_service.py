@@ -15,7 +15,7 @@ from rollfarm import rpc, telemetry
 from rollfarm.config import Listen, Telemetry
 from rollfarm.errors import DeadlineExceeded, JournalUnavailable, Unavailable, UnknownRun
 from rollfarm.ports import free_port
-from rollfarm.service import Changed, PortInUse, calm_collector, run, serve
+from rollfarm.service import Bell, Changed, PortInUse, calm_collector, run, serve
 from rollfarm.v1 import engine_pb2, engine_pb2_grpc
 from rollfarm.v1 import trainer_pb2 as pb
 from rollfarm.v1 import trainer_pb2_grpc as grpc_stubs
@@ -301,6 +301,26 @@ async def test_who_has_waited_longest_is_served_first():
             await asyncio.sleep(0)
 
     assert served == list(range(20))
+
+
+async def test_a_bell_wakes_who_waits_and_forgets_who_does_not():
+    bell = Bell()
+    bell.ring()
+    waiting = asyncio.create_task(bell.rung())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+
+    bell.ring()
+    bell.ring()
+    await waiting
+
+    given_up = asyncio.create_task(bell.rung())
+    await asyncio.sleep(0)
+    given_up.cancel()
+    bell.ring()
+    with pytest.raises(asyncio.CancelledError):
+        await given_up
+    bell.ring()
 
 
 def test_a_calm_collector_leaves_what_is_there_alone_and_still_finds_young_cycles():

@@ -447,6 +447,14 @@ async def test_a_mistake_is_refused_before_a_stream_begins():
             )
 
 
+async def test_a_token_that_the_model_does_not_have_is_refused_before_a_stream_begins():
+    async with scripted(yes) as (world, script):
+        wrong = models.VOCABULARY
+        with pytest.raises(openai.BadRequestError, match=f"Token id {wrong} is outside of the vocabulary"):
+            await world.openai().completions.create(model=MODEL, prompt=[1, wrong], max_tokens=5, stream=True)
+        assert not script.prompts
+
+
 async def test_sessions_are_refused_where_no_http_is_served():
     async with run_proxy() as proxy:
         with pytest.raises(HttpDisabled):

@@ -97,7 +97,7 @@ async def test_a_refused_request_is_one_item_of_a_batch() -> None:
         ({"request_id": ""}, "request_id is empty"),
     ],
 )
-async def test_what_no_engine_could_generate_is_refused_before_it_is_queued(wrong: Any, message: str) -> None:
+async def test_what_no_engine_could_generate_is_refused(wrong: Any, message: str) -> None:
     engine = SimulatedEngine(context_tokens=64)
     async with engine.serve() as address, run_proxy(address) as proxy:
         await proxy.serving()
