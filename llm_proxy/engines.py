@@ -1,7 +1,8 @@
 """The engines behind the router: one connection for each address, and the loop turn that carries out what routing says.
 
-Every transition of the router is followed by `Fleet.wake`; one flush at the end of the loop turn sends what all of them
-asked for, so requests that arrive together travel together. Invariant: a connection that ends has told the router.
+Every transition of the router is followed by `Fleet.wake`, and what all of them asked for is carried out at the end of
+the loop turn; or by `Fleet.flush`, where many came in one message and nothing is gained by waiting. Invariant: a
+connection that ends has told the router.
 """
 
 import asyncio
@@ -17,7 +18,7 @@ from grpc import aio
 from llm_proxy.config import LlmProxyConfig
 from llm_proxy.pool import SERVING, SUSPENDED
 from llm_proxy.requests import ABORT, EngineMisbehaved
-from llm_proxy.routing import Router
+from llm_proxy.routing import Effects, Router
 from rollfarm import rpc
 from rollfarm.error_wire import from_rpc
 from rollfarm.errors import EngineFailed, FarmError
@@ -103,24 +104,28 @@ class Fleet:
         """Carry out what the router says, at the end of this loop turn."""
         if not self._is_woken:
             self._is_woken = True
-            asyncio.get_running_loop().call_soon(self._do, self._end_turn)
+            asyncio.get_running_loop().call_soon(self._unless_bug, self._end_turn)
 
     def flush(self) -> None:
-        """Carry out what the router says now, since nothing more comes with it. What can wait follows."""
-        self._do(self._carry_out)
+        """Give out what waits and answer what is done now, since nothing more comes with it; the rest, as `wake`."""
+        self._unless_bug(self._hand_out)
         self.wake()
 
-    def _do(self, what: Callable[[float], None]) -> None:
+    def _unless_bug(self, act: Callable[[float], None]) -> None:
+        """Act now. A bug ends the fleet."""
         try:
-            what(time.monotonic())
+            act(time.monotonic())
         except Exception as bug:  # what was asked for may be half done
             if self._bug is None or self._bug.done():
                 raise
             self._bug.set_exception(bug)
 
+    def _hand_out(self, now: float) -> None:
+        self._carry_out(self.router.hand_out(now))
+
     def _end_turn(self, now: float) -> None:
         self._is_woken = False
-        self._carry_out(now)
+        self._carry_out(self.router.step(now))
         self._set_timer(now)
         if self.router.revision != self._seen_revision:
             self._seen_revision = self.router.revision
@@ -128,8 +133,7 @@ class Fleet:
             self.changed.notify()
         self.progressed.notify()
 
-    def _carry_out(self, now: float) -> None:
-        effects = self.router.step(now)
+    def _carry_out(self, effects: Effects) -> None:
         for engine_id, generations in effects.sends.items():
             self._connections[engine_id].send(generations)
         for engine_id, wire_ids in effects.cancels.items():
@@ -158,7 +162,12 @@ class Fleet:
             self._timer.cancel()
         self._timer, self._timer_deadline = None, deadline
         if deadline is not None:
-            self._timer = asyncio.get_running_loop().call_later(max(0.0, deadline - now), self.wake)
+            self._timer = asyncio.get_running_loop().call_later(max(0.0, deadline - now), self._ring)
+
+    def _ring(self) -> None:
+        """The timer is spent: uvloop's may be early by a millisecond, and is set again then."""
+        self._timer = self._timer_deadline = None
+        self.wake()
 
 
 class Connection:

@@ -1,7 +1,7 @@
 """Who runs where: the central queue, the engines' slots and the weight gate, as one state machine.
 
 No clock and no sockets: time is an argument, and what is to be done comes out of `step`, which has to be called after
-every change and at `next_deadline`. Invariants:
+every change and at `next_deadline`. `hand_out` is the urgent part of it, for before that. Invariants:
 
 - An open request is in the line or with exactly one engine, and is answered once to each of its waiters.
 - A request is only given to an engine that serves, satisfies the request's demand of a version and has a free slot, and
@@ -217,6 +217,15 @@ class Router:
         for engine in self._pool.drained():
             self._pool.remove(engine)
             self._effects.left.append(engine.engine_id)
+        return self._take_effects()
+
+    def hand_out(self, now: float) -> Effects:
+        """The part of a step that requests wait for: the first one is given out as soon as it is there."""
+        if not self.gate_closed:
+            self._give_out(now)
+        return self._take_effects()
+
+    def _take_effects(self) -> Effects:
         effects, self._effects = self._effects, Effects()
         return effects
 

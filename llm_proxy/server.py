@@ -1,4 +1,4 @@
-"""LlmProxyService over the fleet: decode, make one transition, wake the fleet, encode.
+"""LlmProxyService over the fleet: decode, make a transition for each request, let the fleet carry it out, encode.
 
 A GenerateMany stream costs two tasks however many requests are open on it; results that are ready in one loop turn
 travel in one message.
@@ -80,7 +80,7 @@ class Stream:
         while not self._ready.results and not (self.is_complete and not self.open):
             await self._news.rung()
         ready, self._ready = self._ready, ManyResponse()
-        if ready.ByteSize() <= rpc.CHUNK_BYTES:
+        if len(ready.results) <= 1 or ready.ByteSize() <= rpc.CHUNK_BYTES:
             return [ready] if ready.results else []
         return [ManyResponse(results=portion) for portion in rpc.portions(ready.results, rpc.CHUNK_BYTES)]
 

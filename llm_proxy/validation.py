@@ -10,7 +10,7 @@ from rollfarm.v1 import llm_proxy_pb2
 
 
 def check(asked: llm_proxy_pb2.ProxiedGeneration, *, context_tokens: int, vocabulary_size: int) -> None:
-    """Raise InvalidArgument when no engine could serve the request. Limits of 0 are unknown and not checked."""
+    """Raise InvalidArgument when it is clear that no engine could serve the request. Limits of 0 are unknown."""
     generation = asked.generation
     if not generation.request_id:
         raise InvalidArgument("request_id is empty; choose a unique one.", field="generation.request_id")

@@ -1,4 +1,4 @@
-"""Whether tokens can be generated at all: the same checks, in the same words, wherever a generation is asked for.
+"""Whether tokens can be generated at all: the checks of a generation, in the same words wherever they are made.
 
 A limit of 0 is unknown, and not checked.
 """

@@ -113,7 +113,8 @@ def _guard_unary(method: str, behaviour: Callable[..., Awaitable[Any]]) -> Calla
             return await behaviour(request, context)
         except FarmError as error:
             code = error.reason
-            await _abort(context, error)
+            request = None  # gRPC keeps the frames of what is aborted, in a cycle
+            await _abort(context, error.with_traceback(None))
         except asyncio.CancelledError:
             code = "CANCELLED"
             raise
@@ -284,6 +285,7 @@ class Bell:
 
     async def rung(self) -> None:
         """Until it rings the next time."""
+        assert self._waiting is None or self._waiting.done()
         self._waiting = asyncio.get_running_loop().create_future()
         await self._waiting
 

@@ -141,14 +141,14 @@ class HttpServer:
                 response = await handler(request, self._caller(request))
                 status = response.status
             except (Refusal, FarmError, web.HTTPException, RecursionError) as error:
-                refused = _refusal(error)
-                response, status = _refused(spoken, refused), refused.status
+                response = _refused(spoken, _refusal(error))
+                status = response.status
             except (asyncio.CancelledError, ConnectionResetError):
                 raise
             except Exception as bug:
                 _log_bug(bug)
-                refused = errors.refusal(bug)
-                response, status = _refused(spoken, refused), refused.status
+                response = _refused(spoken, errors.refusal(bug))
+                status = response.status
             finally:
                 path = resource.canonical if (resource := request.match_info.route.resource) else ""
                 HTTP_SECONDS.labels(path, status).observe(time.perf_counter() - began)

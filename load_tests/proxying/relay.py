@@ -2,7 +2,7 @@
 
 python -m load_tests.proxying.relay PORT ENGINE_PORT
 
-What it adds is gRPC in Python and the machine's waking up. It runs as llm_proxy does: on uvloop, where it is installed.
+What it adds is gRPC in Python and the machine's waking up. As llm_proxy it runs on uvloop, where that is installed.
 """
 
 import asyncio

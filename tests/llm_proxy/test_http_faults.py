@@ -1,11 +1,13 @@
 """The front door when what the policy wrote, or the moment, is unkind."""
 
 import asyncio
+import gc
 import json
 from typing import Any, NoReturn
 
 import openai
 import pytest
+from aiohttp import web
 
 from llm_proxy.front.door import Choice
 from llm_proxy.requests import OpenRequest
@@ -32,6 +34,26 @@ async def test_a_tool_call_nested_too_deeply_to_parse_stays_text(streams):
             told = answer.choices[0].message.content
         assert told == written
         assert_exact(await world.record("deep"), script)
+
+
+async def test_a_refused_request_is_not_kept_by_a_cycle():
+    async with scripted(lambda _: "Yes.<|im_end|>") as (world, _):
+        client = world.http()
+        gc.collect()
+        gc.disable()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        try:
+            for _ in range(20):
+                refused = await client.post("/v1/chat/completions", json={"model": "gpt-9", "messages": ASKED})
+                assert refused.status_code == 404
+            gc.collect()
+            kept = [found for found in gc.garbage if isinstance(found, web.Request)]
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+            gc.enable()
+
+        assert not kept
 
 
 async def test_an_agents_call_with_arguments_nested_too_deeply_is_shown_as_text():

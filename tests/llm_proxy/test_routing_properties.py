@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from llm_proxy.breakers import Phase
 from llm_proxy.requests import OpenRequest
-from llm_proxy.routing import BEHIND, CONNECTING, DRAINING, SERVING, SUSPENDED, Router
+from llm_proxy.routing import BEHIND, CONNECTING, DRAINING, SERVING, SUSPENDED, Effects, Router
 from llm_proxy.settings import RoutingSettings
 from llm_proxy.tenants import TenantSettings
 from rollfarm import tokens
@@ -381,9 +381,13 @@ class Farm(RuleBasedStateMachine):
         self.router.connected(name, status, self.now)
 
     def settle(self) -> None:
-        """Carry out what routing says, as the fleet does at the end of a loop turn."""
+        """Carry out what routing says, as the fleet does after every transition."""
         self.now += 1
-        effects = self.router.step(self.now)
+        if self.now % 2:
+            self.carry_out(self.router.hand_out(self.now))
+        self.carry_out(self.router.step(self.now))
+
+    def carry_out(self, effects: Effects) -> None:
         for waiter, request in effects.answers:
             assert waiter is self
             self.answer(request)

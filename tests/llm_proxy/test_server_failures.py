@@ -1,7 +1,8 @@
 """LlmProxyService over real sockets: engines that die, hang, stall or answer nonsense, and a bug of its own."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import gc
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -16,8 +17,9 @@ from llm_proxy.config import LlmProxyConfig
 from llm_proxy.engines import Fleet
 from rollfarm import tokens
 from rollfarm.testing import SimulatedEngine
-from rollfarm.v1 import engine_pb2, llm_proxy_pb2
+from rollfarm.v1 import engine_pb2, llm_proxy_pb2, trajectory_pb2
 from tests.llm_proxy.support import asked, assert_exact, run_proxy, versions
+from tests.llm_proxy.world import Client
 
 SERVING = llm_proxy_pb2.Engine.STATE_SERVING
 SUSPENDED = llm_proxy_pb2.Engine.STATE_SUSPENDED
@@ -152,7 +154,8 @@ async def test_an_engine_whose_bytes_are_no_message_is_left() -> None:
         assert_exact(await generating)
 
 
-async def test_a_bug_in_what_a_loop_turn_does_ends_the_service() -> None:
+@pytest.mark.parametrize("carry_out", [Fleet.wake, Fleet.flush])
+async def test_a_bug_in_what_a_loop_turn_does_ends_the_service(carry_out: Callable[[Fleet], None]) -> None:
     class Broken:
         def answer(self, request: Any) -> None:
             raise RuntimeError("planted")
@@ -162,9 +165,51 @@ async def test_a_bug_in_what_a_loop_turn_does_ends_the_service() -> None:
     await asyncio.sleep(0)
     fleet.router.submit(asked("a"), Broken(), 0.0)
     fleet.router.cancel("a", 0.0)
-    fleet.wake()
+    carry_out(fleet)
 
     with pytest.raises(BaseExceptionGroup) as ended:
         await running
 
     assert ended.group_contains(RuntimeError, match="planted")
+
+
+async def test_what_is_flushed_is_answered_at_once() -> None:
+    fleet, client = Fleet(LlmProxyConfig(engines=[])), Client()
+    fleet.router.submit(asked("a"), client, 0.0)
+    fleet.router.cancel("a", 0.0)
+
+    fleet.flush()
+
+    assert client.results["a"].finish_reason == trajectory_pb2.FINISH_REASON_ABORT
+
+
+async def test_a_timer_that_is_early_is_set_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = asyncio.get_running_loop()
+    call_later = loop.call_later
+    monkeypatch.setattr(loop, "call_later", lambda delay, *act: call_later(max(0.0, delay - 0.02), *act))
+    async with run_proxy(version_wait_seconds=0.1) as proxy:
+        request = llm_proxy_pb2.GenerateRequest(generation=asked("a", min_version=1))
+        with pytest.raises(aio.AioRpcError) as refused:
+            await proxy.stub.Generate(request, timeout=5)
+
+    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_refused_call_is_not_kept_by_a_cycle() -> None:
+    async with run_proxy() as proxy:
+        gc.collect()
+        gc.disable()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        try:
+            for number in range(20):
+                wrong = llm_proxy_pb2.GenerateRequest(generation=asked(f"r{number}", max_tokens=0))
+                with pytest.raises(aio.AioRpcError):
+                    await proxy.stub.Generate(wrong, timeout=5)
+            gc.collect()
+            kept = [found for found in gc.garbage if isinstance(found, llm_proxy_pb2.GenerateRequest)]
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+            gc.enable()
+
+        assert not kept
