@@ -66,7 +66,7 @@ class Generation(_message.Message):
     request_id: _builtins.str
     """Unique among the caller's open requests."""
     prompt_token_ids: _builtins.bytes
-    """[T] "<i4"."""
+    """[T] "<i4". An id outside of the engine's vocabulary refuses the request: INVALID_ARGUMENT."""
     session_id: _builtins.str
     """Turns of one episode share it; engines may keep its prefix cached. Empty is none."""
     trace_id: _builtins.str

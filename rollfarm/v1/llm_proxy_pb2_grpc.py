@@ -123,7 +123,8 @@ class LlmProxyServiceServicer(object):
         FAILED_PRECONDITION/VERSION_UNAVAILABLE (exact_version is gone; metadata names the served one),
         UNAVAILABLE/VERSION_NOT_SERVED (min_version or exact_version did not come in time; metadata names the served one),
         RESOURCE_EXHAUSTED/QUOTA_EXCEEDED (the tenant has too many requests open; back off).
-        While no engine serves, requests wait until their deadline.
+        While no engine serves, requests wait until their deadline; so does one whose token is out of range, for it is the
+        engine that looks at tokens.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -40,7 +40,8 @@ class LlmProxyServiceStub:
     FAILED_PRECONDITION/VERSION_UNAVAILABLE (exact_version is gone; metadata names the served one),
     UNAVAILABLE/VERSION_NOT_SERVED (min_version or exact_version did not come in time; metadata names the served one),
     RESOURCE_EXHAUSTED/QUOTA_EXCEEDED (the tenant has too many requests open; back off).
-    While no engine serves, requests wait until their deadline.
+    While no engine serves, requests wait until their deadline; so does one whose token is out of range, for it is the
+    engine that looks at tokens.
     """
     GenerateMany: _grpc.StreamStreamMultiCallable[_llm_proxy_pb2.GenerateManyRequest, _llm_proxy_pb2.GenerateManyResponse]
     """The same for many requests over one stream, batched both ways. When the stream ends, its open requests are
@@ -115,7 +116,8 @@ class LlmProxyServiceAsyncStub(LlmProxyServiceStub):
     FAILED_PRECONDITION/VERSION_UNAVAILABLE (exact_version is gone; metadata names the served one),
     UNAVAILABLE/VERSION_NOT_SERVED (min_version or exact_version did not come in time; metadata names the served one),
     RESOURCE_EXHAUSTED/QUOTA_EXCEEDED (the tenant has too many requests open; back off).
-    While no engine serves, requests wait until their deadline.
+    While no engine serves, requests wait until their deadline; so does one whose token is out of range, for it is the
+    engine that looks at tokens.
     """
     GenerateMany: _aio.StreamStreamMultiCallable[_llm_proxy_pb2.GenerateManyRequest, _llm_proxy_pb2.GenerateManyResponse]  # type: ignore[assignment]
     """The same for many requests over one stream, batched both ways. When the stream ends, its open requests are
@@ -193,7 +195,8 @@ class LlmProxyServiceServicer(metaclass=_abc_1.ABCMeta):
         FAILED_PRECONDITION/VERSION_UNAVAILABLE (exact_version is gone; metadata names the served one),
         UNAVAILABLE/VERSION_NOT_SERVED (min_version or exact_version did not come in time; metadata names the served one),
         RESOURCE_EXHAUSTED/QUOTA_EXCEEDED (the tenant has too many requests open; back off).
-        While no engine serves, requests wait until their deadline.
+        While no engine serves, requests wait until their deadline; so does one whose token is out of range, for it is the
+        engine that looks at tokens.
         """
 
     @_abc_1.abstractmethod
