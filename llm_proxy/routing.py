@@ -84,7 +84,7 @@ class Router:
 
     def submit(
         self, asked: llm_proxy_pb2.ProxiedGeneration, waiter: Waiter, now: float, *, watch: Watch | None = None
-    ) -> None:
+    ) -> OpenRequest:
         """Open a request, or join the open one of the same id. The one who opens it may `watch` its tokens come.
 
         Raises VersionUnavailable when the exact version is gone, QuotaExceeded when the tenant has too many open, and
@@ -98,7 +98,7 @@ class Router:
                 raise InvalidArgument(f"Request {request_id!r} is open and different.", request_id=request_id)
             if waiter not in first.waiters:
                 first.waiters.append(waiter)
-            return
+            return first
         if self._pool.served.is_gone(asked):
             raise self._pool.served.gone(asked)
         tenant = self._tenants.enter(asked.tenant)
@@ -106,6 +106,7 @@ class Router:
         request = OpenRequest(asked, generation, request_id, self._arrivals, [waiter], tenant, now, watch)
         self._open[request_id] = request
         self._line.put(request, now)
+        return request
 
     def withdraw(self, request_id: str, waiter: Waiter, now: float) -> None:
         """A waiter is gone; with the last one goes the request."""

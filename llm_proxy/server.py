@@ -52,7 +52,7 @@ class Stream:
     """Waits for the results of one GenerateMany call."""
 
     def __init__(self) -> None:
-        self.open: set[str] = set()
+        self.open: set[OpenRequest] = set()
         """Requests that it still waits for."""
 
         self.is_complete = False
@@ -62,7 +62,7 @@ class Stream:
         self._news = Bell()
 
     def answer(self, request: OpenRequest) -> None:
-        self.open.discard(request.request_id)
+        self.open.discard(request)
         request.write_result(self._ready.results.add())
         self._news.ring()
 
@@ -142,8 +142,8 @@ class LlmProxyServicer(llm_proxy_pb2_grpc.LlmProxyServiceServicer):
         finally:
             reading.cancel()
             now = time.monotonic()
-            for request_id in list(stream.open):
-                self._router.withdraw(request_id, stream, now)
+            for request in list(stream.open):
+                self._router.withdraw(request.request_id, stream, now)
             self._fleet.wake()
 
     async def Cancel(self, request: llm_proxy_pb2.CancelRequest, context: Context) -> Any:
@@ -236,14 +236,12 @@ class LlmProxyServicer(llm_proxy_pb2_grpc.LlmProxyServiceServicer):
         router = self._router
         context_tokens, vocabulary_size = router.context_tokens, router.vocabulary_size
         for one in asked:
-            generation = one.generation
-            request_id = generation.request_id
             try:
                 check(one, context_tokens=context_tokens, vocabulary_size=vocabulary_size)
-                router.submit(one, stream, now)
-                stream.open.add(request_id)
+                stream.open.add(router.submit(one, stream, now))
             except FarmError as error:
-                log.debug("generation refused", request_id=request_id, trace_id=generation.trace_id, cause=str(error))
+                request_id, trace_id = one.generation.request_id, one.generation.trace_id
+                log.debug("generation refused", request_id=request_id, trace_id=trace_id, cause=str(error))
                 stream.refuse(request_id, error)
 
 

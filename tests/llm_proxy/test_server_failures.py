@@ -15,6 +15,7 @@ from llm_proxy import engines
 from llm_proxy.breakers import Phase
 from llm_proxy.config import LlmProxyConfig
 from llm_proxy.engines import Fleet
+from llm_proxy.server import Stream
 from rollfarm import tokens
 from rollfarm.testing import SimulatedEngine
 from rollfarm.v1 import engine_pb2, llm_proxy_pb2, trajectory_pb2
@@ -181,6 +182,18 @@ async def test_what_is_flushed_is_answered_at_once() -> None:
     fleet.flush()
 
     assert client.results["a"].finish_reason == trajectory_pb2.FINISH_REASON_ABORT
+
+
+async def test_a_request_that_is_cancelled_and_sent_again_in_one_turn_is_waited_for() -> None:
+    fleet, stream = Fleet(LlmProxyConfig(engines=[])), Stream()
+    stream.open.add(fleet.router.submit(asked("a"), stream, 0.0))
+    fleet.router.cancel("a", 0.0)
+    again = fleet.router.submit(asked("a"), stream, 0.0)
+    stream.open.add(again)
+
+    fleet.flush()
+
+    assert stream.open == {again}
 
 
 async def test_a_timer_that_is_early_is_set_again(monkeypatch: pytest.MonkeyPatch) -> None:
