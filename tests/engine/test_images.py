@@ -79,7 +79,8 @@ async def test_an_engine_without_eyes_says_which_has_them(embedded: Host) -> Non
     assert "takes no images. Use one of vLLM, with a model of qwen2_vl" in refusal(answer)
 
 
-async def test_vllm_is_sent_one_token_for_each_image_and_the_image(sighted_model: Path) -> None:
+def shown_to(stand_in: VllmStandIn, *, failures: int = 0) -> list[Any]:
+    """The requests with images that it gets from now on, of which it fails the first."""
     bodies: list[Any] = []
 
     def said(body: Any) -> tuple[int, Any]:
@@ -88,10 +89,17 @@ async def test_vllm_is_sent_one_token_for_each_image_and_the_image(sighted_model
         if "content_parts" not in body:
             return stand_in.generated(body)
         bodies.append(body)
+        if len(bodies) <= failures:
+            return 500, {"error": {"message": "Internal server error"}}
         return 200, {"choices": [choice(3, stand_in.label)], "prompt_token_ids": PROMPT}
 
+    stand_in.vocabulary_size, stand_in.answers[GENERATE] = len(WORDS), said
+    return bodies
+
+
+async def test_vllm_is_sent_one_token_for_each_image_and_the_image(sighted_model: Path) -> None:
     with VllmStandIn(str(sighted_model)) as stand_in:
-        stand_in.vocabulary_size, stand_in.answers[GENERATE] = len(WORDS), said
+        bodies = shown_to(stand_in)
         async with serve(attached_root(sighted_model, stand_in.url)) as host:
             answer = await ask(host, PROMPT, images.write_once(SEEN, set()), count=3)
 
@@ -110,20 +118,8 @@ async def test_vllm_is_sent_one_token_for_each_image_and_the_image(sighted_model
 async def test_a_vllm_that_lost_an_image_is_sent_it_once_more(
     sighted_model: Path, failures: int, is_answered: bool
 ) -> None:
-    bodies: list[Any] = []
-
-    def said(body: Any) -> tuple[int, Any]:
-        if body is None:
-            return 405, {}
-        if "content_parts" not in body:
-            return stand_in.generated(body)
-        bodies.append(body)
-        if len(bodies) <= failures:
-            return 500, {"error": {"message": "Internal server error"}}
-        return 200, {"choices": [choice(3, stand_in.label)], "prompt_token_ids": PROMPT}
-
     with VllmStandIn(str(sighted_model)) as stand_in:
-        stand_in.vocabulary_size, stand_in.answers[GENERATE] = len(WORDS), said
+        bodies = shown_to(stand_in, failures=failures)
         async with serve(attached_root(sighted_model, stand_in.url)) as host:
             answer = await ask(host, PROMPT, images.write_once(SEEN, set()), count=3)
 
