@@ -110,9 +110,9 @@ async def call(method: Callable[..., Any], request: Any, *, timeout: float, retr
                 raise InvalidAnswer(problem, method=_name(method))
             return answer
         except aio.AioRpcError as refused:
-            error = from_rpc(refused)
-            if not (retry and is_retryable(error)) or time.monotonic() + backoff >= end:
-                raise error from None
+            # Not kept in a variable: the error has this frame in its traceback, and the frame the request.
+            if not (retry and is_retryable(from_rpc(refused))) or time.monotonic() + backoff >= end:
+                raise from_rpc(refused) from None
         await asyncio.sleep(backoff * random.uniform(0.5, 1))
         backoff = min(2 * backoff, LAST_RETRY_SECONDS)
 
