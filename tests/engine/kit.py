@@ -22,6 +22,7 @@ from llm_proxy.engine.config import EngineConfig, EngineRoot
 from llm_proxy.engine.server import SERVICE, EngineServicer
 from rollfarm import buckets, rpc, service
 from rollfarm.config import Listen
+from rollfarm.errors import FarmError
 from rollfarm.run import ModelConfig
 from rollfarm.threads import in_thread
 from rollfarm.tokens import pack_ids, unpack_ids, unpack_logprobs, versions_of
@@ -276,10 +277,13 @@ class Sender:
 
     async def stage(self, host: Host, version: int, tensors: dict[str, Tensor]) -> int:
         request = self.request(version, tensors)
-        _, answer = await asyncio.gather(
-            in_thread(lambda: self.send(request, tensors)),
-            rpc.call(host.stub.StageWeights, request, timeout=SECONDS, retry=False),
-        )
+        sending = in_thread(lambda: self.send(request, tensors))
+        try:
+            answer = await rpc.call(host.stub.StageWeights, request, timeout=SECONDS, retry=False)
+        except FarmError:
+            await asyncio.wait([sending])  # which may fail too: the group is given up
+            raise
+        await sending
         return answer.size_bytes
 
     async def vanish_during(

@@ -9,7 +9,7 @@ from rollfarm import times
 from rollfarm.errors import EngineFailed, Unsupported
 from rollfarm.testing import SimulatedEngine
 from rollfarm.v1 import engine_pb2
-from tests.llm_proxy.support import asked, assert_exact, run_proxy, versions
+from tests.llm_proxy.support import Proxy, asked, assert_exact, run_proxy, versions
 
 
 async def test_running_requests_are_given_back_and_go_on_from_their_tokens_once_the_engines_are_awake() -> None:
@@ -80,6 +80,12 @@ async def test_when_nobody_renews_the_sleep_the_engines_wake() -> None:
         assert_exact(await proxy.generate(asked("a")))
 
 
+def asleep(proxy: Proxy) -> list[str]:
+    """The instances that llm_proxy knows to be asleep."""
+    engines = proxy.fleet.router.engines
+    return [engine.status.instance_id for engine in engines if engine.is_reached and engine.status.sleeping]
+
+
 async def test_an_engine_that_joins_or_restarts_sleeps_with_the_others() -> None:
     first, second = SimulatedEngine(), SimulatedEngine()
     async with run_proxy() as proxy:
@@ -88,7 +94,7 @@ async def test_an_engine_that_joins_or_restarts_sleeps_with_the_others() -> None
             await proxy.attach(address)
             await first.until(lambda: first.is_asleep)
         async with second.serve(int(address.rpartition(":")[2])):
-            await second.until(lambda: second.is_asleep)
+            await proxy.until(lambda: asleep(proxy) == [second.instance_id])
 
             assert await proxy.wake() == [address]
             assert not second.is_asleep
