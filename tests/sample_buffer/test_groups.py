@@ -287,6 +287,22 @@ def test_committing_is_idempotent_and_needs_a_delivered_batch() -> None:
     assert groups.state.committed_trajectories == 4
 
 
+def test_a_commit_that_changed_nothing_is_answered_by_what_is_committed_now() -> None:
+    groups = make_groups(make_spec())
+    for step in range(2):
+        fill(groups)
+        take(groups, step)
+
+    def commit_the_first_once_more() -> int:
+        return groups.commit("once more", 0, groups.fold.batch_id(0), 0.0)
+
+    commit(groups, 0)
+    before = commit_the_first_once_more()
+    commit(groups, 1)
+
+    assert (before, commit_the_first_once_more()) == (1, 2)
+
+
 def test_versions_are_published_one_by_one_and_never_trained_on_the_future() -> None:
     groups = make_groups(make_spec())
 
