@@ -154,7 +154,11 @@ BROKEN: dict[str, tuple[Rest, str, str]] = {
     "ended": (lambda kind, label: b"", "ENGINE_FAILED", "ends its answer to .* midway"),
     "cut": (lambda kind, label: event(piece(kind, 3, 2))[:30], "ENGINE_FAILED", "ends its answer to .* midway"),
     "html": (lambda kind, label: b"<html>Bad gateway\n", "ENGINE_FAILED", "something else .*<html>Bad gateway"),
-    "nonsense": (lambda kind, label: b'data: {"text": "hi"}\n\n', "ENGINE_FAILED", "something else .*Field required"),
+    "nonsense": (
+        lambda kind, label: b'data: {"text": "hi"}\n\n',
+        "ENGINE_FAILED",
+        "something else .*missing required field",
+    ),
     "failing": (lambda kind, label: problem(500), "ENGINE_FAILED", "with 500: no such thing"),
     "refusing": (lambda kind, label: problem(400), "INVALID_ARGUMENT", "refuses .*: no such thing"),
     "endless": (lambda kind, label: DONE, "ENGINE_FAILED", "without saying why"),

@@ -24,14 +24,14 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import aiohttp
-from pydantic import BaseModel, ValidationError
+import msgspec
 
 from llm_proxy.engine.config import ServerConfig
 from llm_proxy.engine.requests import Chunk
 from rollfarm.config import ConfigError
 from rollfarm.errors import EngineFailed, GenerationFailed, InvalidArgument
 
-Answer = TypeVar("Answer", bound=BaseModel)
+Answer = TypeVar("Answer", bound=msgspec.Struct)
 T = TypeVar("T")
 
 LOWEST_LOGPROB = -9999.0
@@ -44,6 +44,9 @@ _KEEP_SECONDS = 4.0
 """How long a connection waits for its next use: less than the 5 s after which uvicorn closes it."""
 
 _SHOWN_BYTES = 300
+
+_MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What decoding raises for JSON that is none or not as expected."""
 
 _EVENT = b"data: "
 _LAST_EVENT = b"[DONE]"
@@ -58,12 +61,12 @@ class _Said(NamedTuple):
         return repr(self.content[:_SHOWN_BYTES].decode(errors="replace"))
 
 
-class _Problem(BaseModel):
+class _Problem(msgspec.Struct):
     code: int
     message: str
 
 
-class _Problems(BaseModel):
+class _Problems(msgspec.Struct):
     """What servers send in a stream where they would have answered with another status."""
 
     error: _Problem
@@ -106,7 +109,10 @@ class InferenceServer:
                 else aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_SECONDS)
             )
             self._session = aiohttp.ClientSession(
-                self.url, connector=connector, timeout=aiohttp.ClientTimeout(total=None)
+                self.url,
+                connector=connector,
+                timeout=aiohttp.ClientTimeout(total=None),
+                json_serialize=lambda body: msgspec.json.encode(body).decode(),
             )
         return self._session
 
@@ -263,23 +269,18 @@ class InferenceServer:
 
     def _event(self, path: str, line: bytes, answer: type[Answer]) -> Answer:
         content = line.removeprefix(_EVENT)
-        with contextlib.suppress(ValidationError):
-            return answer.model_validate_json(content)
-        with contextlib.suppress(ValidationError):
-            problem = _Problems.model_validate_json(content).error
+        with contextlib.suppress(*_MALFORMED):
+            return msgspec.json.decode(content, type=answer)
+        with contextlib.suppress(*_MALFORMED):
+            problem = msgspec.json.decode(content, type=_Problems).error
             self.check_status(path, problem.code, problem.message)
         return self._parsed(path, _Said(200, content), answer)
 
     def _parsed(self, path: str, said: _Said, answer: type[Answer]) -> Answer:
         try:
-            return answer.model_validate_json(said.content)
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            where = ".".join(str(step) for step in first["loc"])
-            raise EngineFailed(
-                f"{self.title} answers {path} with something else ({where or 'all of it'}: {first['msg']}): "
-                f"{said.start}."
-            ) from error
+            return msgspec.json.decode(said.content, type=answer)
+        except _MALFORMED as error:
+            raise EngineFailed(f"{self.title} answers {path} with something else ({error}): {said.start}.") from error
 
     def verify(self, path: str, chunk: Chunk, *, vocabulary_size: int, top_logprobs: int) -> None:
         """Raise EngineFailed unless every token of the chunk is in the vocabulary and has its log-probability and,

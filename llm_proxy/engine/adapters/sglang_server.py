@@ -18,9 +18,9 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
-from pydantic import BaseModel
 from transformers import AutoConfig
 
 from llm_proxy.engine.adapters.inference_server import InferenceServer
@@ -56,19 +56,19 @@ _Candidate = tuple[float | None, int, str | None]
 """A log-probability, None where it is minus infinity; a token; its text, which is not asked for."""
 
 
-class _Span(BaseModel):
+class _Span(msgspec.Struct):
     version: str
     start: int
     end: int
 
 
-class _Finish(BaseModel):
+class _Finish(msgspec.Struct):
     type: str
     status_code: int | None = None
     message: str = ""
 
 
-class _Meta(BaseModel):
+class _Meta(msgspec.Struct):
     finish_reason: _Finish | None
     prompt_tokens: int = 0
     output_token_logprobs: list[_Candidate] = []
@@ -82,14 +82,14 @@ class _Meta(BaseModel):
     weight_versions: list[_Span] = []
 
 
-class _Generated(BaseModel):
+class _Generated(msgspec.Struct):
     """Of a stream each one holds all since its beginning; only the last one has versions."""
 
     output_ids: list[int]
     meta_info: _Meta
 
 
-class _Settings(BaseModel):
+class _Settings(msgspec.Struct):
     version: str
     model_path: str
     dtype: str
@@ -99,20 +99,20 @@ class _Settings(BaseModel):
     disable_overlap_schedule: bool
     sampling_mask_max_tokens: int
     enable_memory_saver: bool
-    mm_preprocess_cache_size_mb: int | None = None
     device: str
     tp_size: int
+    mm_preprocess_cache_size_mb: int | None = None
 
 
-class _Weights(BaseModel):
+class _Weights(msgspec.Struct):
     weight_version: str
 
 
-class _Load(BaseModel):
+class _Load(msgspec.Struct):
     token_usage: float
 
 
-class _Loads(BaseModel):
+class _Loads(msgspec.Struct):
     loads: list[_Load]
 
 

@@ -12,10 +12,10 @@ from collections.abc import Set as AbstractSet
 from contextlib import aclosing
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
-from pydantic import BaseModel, Field
 
 from llm_proxy.engine.adapters.inference_server import InferenceServer, read_metrics
 from llm_proxy.engine.adapters.labels import Labels
@@ -48,51 +48,51 @@ _ABORT_PREFIX = "generate-tokens-"
 _FINISH: dict[str, FinishReason] = {"stop": STOP, "length": LENGTH, "abort": ABORT}
 
 
-class _Candidate(BaseModel):
+class _Candidate(msgspec.Struct):
     token_id: int
     logprob: float
 
 
-class _Position(BaseModel):
+class _Position(msgspec.Struct):
     logprob: float
     top_logprobs: list[_Candidate] = []
 
 
-class _Logprobs(BaseModel):
+class _Logprobs(msgspec.Struct):
     content: list[_Position] | None
 
 
-class _Span(BaseModel):
+class _Span(msgspec.Struct):
     version: str
     start: int
     end: int
 
 
-class _Choice(BaseModel):
+class _Choice(msgspec.Struct):
     token_ids: list[int] | None
     logprobs: _Logprobs | None
     weight_versions: list[_Span] | None
     finish_reason: str | None
 
 
-class _Generated(BaseModel):
-    choices: list[_Choice] = Field(min_length=1)
+class _Generated(msgspec.Struct):
+    choices: Annotated[list[_Choice], msgspec.Meta(min_length=1)]
     prompt_token_ids: list[int] | None = None
 
 
-class _Version(BaseModel):
+class _Version(msgspec.Struct):
     version: str
 
 
-class _Paused(BaseModel):
+class _Paused(msgspec.Struct):
     is_paused: bool
 
 
-class _Weights(BaseModel):
+class _Weights(msgspec.Struct):
     weight_version: str
 
 
-class _ModelSettings(BaseModel):
+class _ModelSettings(msgspec.Struct):
     model: str
     dtype: str
     max_model_len: int
@@ -101,21 +101,21 @@ class _ModelSettings(BaseModel):
     enable_sleep_mode: bool
 
 
-class _SchedulerSettings(BaseModel):
+class _SchedulerSettings(msgspec.Struct):
     max_num_seqs: int
 
 
-class _TransferSettings(BaseModel):
+class _TransferSettings(msgspec.Struct):
     backend: str
 
 
-class _Settings(BaseModel):
-    model: _ModelSettings = Field(alias="model_config")
-    scheduler: _SchedulerSettings = Field(alias="scheduler_config")
-    transfer: _TransferSettings | None = Field(alias="weight_transfer_config")
+class _Settings(msgspec.Struct):
+    model_config: _ModelSettings
+    scheduler_config: _SchedulerSettings
+    weight_transfer_config: _TransferSettings | None
 
 
-class _ServerInfo(BaseModel):
+class _ServerInfo(msgspec.Struct):
     vllm_config: _Settings
 
 
@@ -198,7 +198,7 @@ class VllmServer:
         wrong = [] if await self.http.has(_GENERATE) else ["it has no --enable-scale-out"]
         if await self.http.has("/is_paused"):
             found = (await self.http.read("/server_info?config_format=json", _ServerInfo)).vllm_config
-            if not found.model.enable_sleep_mode:  # it then says that it sleeps, and does not
+            if not found.model_config.enable_sleep_mode:  # it then says that it sleeps, and does not
                 self.cannot_sleep = "This vLLM was started without --enable-sleep-mode, which it has on a GPU alone."
             wrong += _differences(found, self._model, self._limits)
         else:
@@ -342,8 +342,8 @@ def _with_images(request: Request, *, cache_salt: str) -> dict[str, Any]:
 
 def _differences(found: _Settings, model: ModelConfig, limits: Limits) -> list[str]:
     """What of vLLM's settings does not do."""
-    settings, slots = found.model, found.scheduler.max_num_seqs
-    backend = found.transfer.backend if found.transfer is not None else "none"
+    settings, slots = found.model_config, found.scheduler_config.max_num_seqs
+    backend = found.weight_transfer_config.backend if found.weight_transfer_config is not None else "none"
     needs = {
         f"it serves {settings.model}": Path(settings.model).absolute() == Path(model.path).absolute(),
         f"its dtype is {settings.dtype}": settings.dtype.removeprefix("torch.") == model.dtype,
