@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from datetime import timedelta
 from enum import IntEnum
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from trainer.backends import WRITE_TIMEOUT, AdapterBackend, Backend, Scorer, Write
+from trainer.backends.meeting import meet
 from trainer.checkpoints import sync_tree
 from trainer.disk import os_errors
 from trainer.objective import LossFn
@@ -93,8 +93,7 @@ def world_size() -> int:
 def join(device: torch.device, timeout_seconds: float) -> None:
     """Meet the other ranks, if there are any that were not met before."""
     if world_size() > 1 and not dist.is_initialized():
-        backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
+        meet(device, timeout_seconds)
 
 
 def choose_device(name: str) -> torch.device:

@@ -6,6 +6,7 @@ batches; it saves on the way while it goes on, and the tests look at what came o
 
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import numpy as np
@@ -122,7 +123,8 @@ class Trainings:
 
     def __getitem__(self, name: str) -> Trained:
         if name not in self._done:
-            self._done[name] = self.run(name, self.folder / name, f"0-{STEPS}", save_before=SAVED)
+            folder = Path(mkdtemp(prefix=name, dir=self.folder))
+            self._done[name] = self.run(name, folder, f"0-{STEPS}", save_before=SAVED)
         return self._done[name]
 
     def run(self, name: str, folder: Path, steps: str, *, save_before: int | None = None) -> Trained:

@@ -15,7 +15,6 @@ import structlog
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -27,6 +26,7 @@ from trainer.backends import Settings
 from trainer.backends.adapter_record import record_of
 from trainer.backends.alone import on_rank_0
 from trainer.backends.layers import keep_only_input, layers_of
+from trainer.backends.meeting import meet_alone
 from trainer.backends.module import Held, ModuleBackend, ModuleScorer
 from trainer.backends.passes import world_size
 from trainer.backends.scoring import TokenModel, empty_model, load_model
@@ -42,9 +42,7 @@ class ShardedModel(Held):
     """A model in shards over all ranks."""
 
     def __init__(self, make: Make, settings: Settings, config: Fsdp2Config) -> None:
-        if not dist.is_initialized():
-            backend = "gloo" if settings.device.type == "cpu" else "cpu:gloo,cuda:nccl"
-            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+        meet_alone(settings.device)
         self._settings = settings
         self._home = torch.device("cpu") if config.cpu_offload else settings.device
         source = on_rank_0(lambda: make(load_model(settings.path, packing=settings.packing)))

@@ -33,6 +33,7 @@ from trainer.backends.distributed_checkpoint import OPTIMIZER_PREFIX, Distribute
 from trainer.backends.exporting import export_model
 from trainer.backends.frozen import FrozenScorer
 from trainer.backends.layers import keep_only_input, layers_of
+from trainer.backends.meeting import meet_alone
 from trainer.backends.passes import backward_pass, rank, score_pass, step_metrics, world_size
 from trainer.backends.scoring import TokenModel, empty_model, load_model
 from trainer.backends.zero_states import MOMENTS, Moment, States, numel_of, shape_of
@@ -259,10 +260,7 @@ def _meet(settings: Settings) -> None:
         )
     # It computes on the device of this number.
     os.environ["LOCAL_RANK"] = str(device.index if device.index is not None else os.environ.get("LOCAL_RANK", "0"))
-    if not dist.is_initialized():
-        store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-        backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    meet_alone(device)
     # What it would compile for ranks of one host to meet in shared memory, and ZeRO never uses.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     deepspeed.init_distributed(dist_backend=dist.get_backend(), auto_mpi_discovery=False)

@@ -7,8 +7,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from torch._C._distributed_c10d import HashStore
 
+from trainer.backends.meeting import meet_alone
 from trainer.backends.megatron import cpu
 from trainer.backends.megatron.layout import Layout
 from trainer.backends.megatron.names import Share
@@ -65,9 +65,7 @@ def meet(layout: Layout, device: torch.device) -> Groups:
     """Collective. One layout for all models of a process."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if not dist.is_initialized():
-        backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    meet_alone(device)
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tensor,
