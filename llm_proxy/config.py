@@ -44,9 +44,9 @@ class LlmProxyConfig(Config):
     """host:port of every engine host, names allowed, each of one host alone. More may be attached while it runs; those
     are forgotten when llm_proxy restarts."""
 
-    oversubscription: float = Field(default=1.0, ge=1)
-    """Requests given to an engine, as a multiple of its slots. 1 keeps the queue here, where order and choice stay
-    open; more hides the round trip from very fast engines."""
+    oversubscription: float = Field(default=1.05, ge=1)
+    """Requests given to an engine, as a multiple of its slots. The few beyond its slots lie ready there, so that a freed
+    slot idles for no round trip; 1 keeps every request that waits here, where order and choice stay open."""
 
     affinity_bound_tokens: int = Field(default=2048, ge=0)
     """A session stays with its engine, and its cached prefix, while that engine has at most this many more outstanding

@@ -1,4 +1,4 @@
-"""Requests on their way through an inference server: they wait here until it has a slot, so all that it holds runs."""
+"""Requests on their way through an inference server: they wait here until it has a slot, all but a few that lie ready."""
 
 import asyncio
 from collections import deque
@@ -11,6 +11,11 @@ from llm_proxy.engine.requests import ABORT, Chunk, Request
 
 Generate = Callable[[Request], AsyncGenerator[Chunk, None]]
 """A request's whole life in the server, up to its last chunk. A failure that is the request's own is in that."""
+
+
+READY_SHARE = 0.05
+"""So many requests, as a share of its slots, lie ready within a server beside those that run: it fills a freed slot with
+its next step, and not only when llm_proxy has heard of the slot. `llm_proxy.oversubscription` sends them."""
 
 
 class Tasks:
@@ -55,6 +60,7 @@ class Admission:
         self._deliver = deliver
         self._tasks = tasks
         self._slot_count = slot_count
+        self._room = slot_count + int(slot_count * READY_SHARE)
         self._waiting: deque[Request] = deque()
         self._running: set[str] = set()
         self._closed = False
@@ -67,21 +73,21 @@ class Admission:
 
     @property
     def running_count(self) -> int:
-        """Requests in the server."""
-        return len(self._running)
+        """Requests that the server decodes."""
+        return min(len(self._running), self._slot_count)
 
     @property
     def waiting_count(self) -> int:
-        """Requests held back."""
-        return len(self._waiting)
+        """Requests held back, and those that lie ready."""
+        return len(self._waiting) + len(self._running) - self.running_count
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Begin each once there is a slot."""
+        """Begin each once the server has room for it."""
         self._waiting.extend(requests)
         self._admit()
 
     def _admit(self) -> None:
-        while self._waiting and not self._closed and len(self._running) < self._slot_count:
+        while self._waiting and not self._closed and len(self._running) < self._room:
             request = self._waiting.popleft()
             self._running.add(request.key)
             self._tasks.spawn(self._run(request))
