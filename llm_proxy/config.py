@@ -45,8 +45,9 @@ class LlmProxyConfig(Config):
     are forgotten when llm_proxy restarts."""
 
     oversubscription: float = Field(default=1.05, ge=1)
-    """Requests given to an engine, as a multiple of its slots. The few beyond its slots lie ready there, so that a freed
-    slot idles for no round trip; 1 keeps every request that waits here, where order and choice stay open."""
+    """Requests given to an engine, as a multiple of its slots. Those beyond its slots lie ready there, so that a freed
+    slot idles for no round trip: vLLM and SGLang take a twentieth, of others the engine host keeps them. 1 keeps every
+    request that waits here, where order and choice stay open."""
 
     affinity_bound_tokens: int = Field(default=2048, ge=0)
     """A session stays with its engine, and its cached prefix, while that engine has at most this many more outstanding

@@ -1,4 +1,4 @@
-"""Requests on their way through an inference server: they wait here until it has a slot, all but a few that lie ready."""
+"""Requests on their way through an inference server: all but a few wait here until it has a slot."""
 
 import asyncio
 from collections import deque
@@ -14,8 +14,8 @@ Generate = Callable[[Request], AsyncGenerator[Chunk, None]]
 
 
 READY_SHARE = 0.05
-"""So many requests, as a share of its slots, lie ready within a server beside those that run: it fills a freed slot with
-its next step, and not only when llm_proxy has heard of the slot. `llm_proxy.oversubscription` sends them."""
+"""So many requests, as a share of its slots, lie ready within a server beside those that run: it fills a freed slot at
+its next step, and not only when somebody has heard of it. `llm_proxy.oversubscription` sends them."""
 
 
 class Tasks:
