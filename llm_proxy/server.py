@@ -133,6 +133,8 @@ class LlmProxyServicer(llm_proxy_pb2_grpc.LlmProxyServiceServicer):
         self._readers.add(reading)
         reading.add_done_callback(self._readers.discard)
         reading.add_done_callback(lambda _: stream.complete())
+        if self._stop.is_set():
+            reading.cancel()
         try:
             while ready := await stream.ready():
                 for response in ready:

@@ -20,7 +20,7 @@ class FarmError(Exception):
     reason: ClassVar[str] = "INTERNAL"
     remedy: ClassVar[str] = ""
 
-    def __init__(self, problem: str, **facts: object) -> None:
+    def __init__(self, problem: str, /, **facts: object) -> None:
         self.problem = problem
         self.facts = {name: str(value) for name, value in facts.items()}
         super().__init__(f"{problem} {self.remedy}".strip())

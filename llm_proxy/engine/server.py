@@ -62,6 +62,14 @@ class _Stream:
         return chunks
 
 
+def _response(chunks: list[engine_pb2.GenerationChunk]) -> engine_pb2.EngineServiceGenerateResponse:
+    return engine_pb2.EngineServiceGenerateResponse(chunks=chunks)
+
+
+def _size(response: engine_pb2.EngineServiceGenerateResponse) -> int:
+    return response.ByteSize()
+
+
 class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
     """Adapts gRPC to an Adapter."""
 
@@ -91,7 +99,8 @@ class EngineServicer(engine_pb2_grpc.EngineServiceServicer):
                 await pace.wait()
                 if chunks := stream.take():
                     pace.sent(len(chunks))
-                    yield engine_pb2.EngineServiceGenerateResponse(chunks=chunks)
+                    for response in rpc.fitted(_response, _size, chunks):
+                        yield response
             await reading
         finally:
             reading.cancel()

@@ -78,3 +78,23 @@ async def test_a_request_goes_on_and_can_be_cancelled_when_its_id_is_sent_again(
 
     assert refused.failure.reason == "INVALID_ARGUMENT"
     assert adapter.cancelled == adapter.keys * 2
+
+
+async def test_long_answers_that_end_together_do_not_fit_in_one_message() -> None:
+    adapter: Any = Silent()
+    context: Any = None
+    servicer = EngineServicer(adapter)
+    names = [f"r{number}" for number in range(20)]
+    messages: Any = servicer.Generate(asked(*names), context)
+    first = asyncio.create_task(anext(messages))
+    await adapter.has_requests.wait()
+    count = rpc.CHUNK_BYTES // 8 // 4
+
+    servicer.deliver([Chunk(key, [1] * count, [0.0] * count, [(0, count)]) for key in adapter.keys])
+    received = [await first]
+    while sum(len(message.chunks) for message in received) < len(names):
+        received.append(await anext(messages))
+
+    assert [chunk.request_id for message in received for chunk in message.chunks] == names
+    assert max(message.ByteSize() for message in received) <= rpc.CHUNK_BYTES
+    await messages.aclose()

@@ -34,3 +34,10 @@ def test_an_error_from_a_newer_server_keeps_its_code_reason_and_facts():
 
     assert (received.reason, received.code, received.facts) == ("INVENTED_LATER", LeaseExpired.code, {"lease_id": "l"})
     assert not is_retryable(received)
+
+
+def test_a_fact_may_have_any_name():
+    failure = to_failure(LeaseExpired("Too late.", lease_id="l"))
+    failure.metadata.update({"problem": "p", "self": "s"})
+
+    assert from_failure(failure).facts == {"lease_id": "l", "problem": "p", "self": "s"}

@@ -2,14 +2,17 @@
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
 from itertools import pairwise
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from grpc import aio
 
-from llm_proxy.server import Once
+from llm_proxy.config import LlmProxyConfig
+from llm_proxy.engines import Fleet
+from llm_proxy.server import LlmProxyServicer, Once
 from rollfarm import rpc
 from rollfarm.errors import (
     DeadlineExceeded,
@@ -422,3 +425,16 @@ async def test_an_address_without_a_port_is_refused() -> None:
     async with run_proxy() as proxy:
         with pytest.raises(InvalidArgument, match="not host:port"):
             await proxy.attach("engine-0")
+
+
+async def test_a_stream_that_begins_after_the_stop_is_not_read() -> None:
+    async def requests() -> AsyncIterator[Any]:
+        await asyncio.Event().wait()
+        yield
+
+    stop, context = asyncio.Event(), cast(Any, None)
+    stop.set()
+    servicer = LlmProxyServicer(Fleet(LlmProxyConfig(engines=[])), stop)
+
+    async with asyncio.timeout(SECONDS):
+        assert [response async for response in servicer.GenerateMany(requests(), context)] == []
